@@ -1,6 +1,6 @@
 """`python -m cluster --phase 7 --replicas 2`, or `infer cluster …`: replicas of a phase behind one address.
 
-The exit codes are those of a phase's own command: 0 after a signal, 1 where serving could not begin, 2 for wrong
+The exit codes are those of a phase's own command: 0 after a signal, 1 if serving could not begin, 2 for wrong
 options.
 """
 

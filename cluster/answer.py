@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the answer is an error, as far as is known: another replica may accept what one refused."""
+        """Whether the answer is an error so far. Another replica may still accept the request."""
         return self._head is not None and self._head.status >= ERROR
 
     @property
@@ -67,7 +67,7 @@ class Answer:
     async def _send_body(self, part: bytes, *, ends: bool) -> None:
         """Send a part of the body.
 
-        The answer ends with its last byte, not later: a client that has read it may send its next request at once.
+        The last byte and the answer's end are one message: a client that has the byte may send its next request.
         """
         if self._left is not None:
             self._left -= len(part)

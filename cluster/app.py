@@ -33,8 +33,8 @@ HEALTH_S = 2.0  # between two health checks of a replica
 WAIT_S = 60.0  # that a request waits for a replica before it is answered 503
 SPARE = 32  # extra requests for each replica: refused by its engine, or only reading its state
 
-#: A resource that Ray gives to one node of each cluster. The front stands there, beside Ray's own head:
-#: another node that dies takes no client's connection with it.
+#: A resource that Ray gives to one node of each cluster. The front runs there, beside Ray's own head process: if
+#: another node dies, no client loses its connection.
 HEAD_NODE = "node:__internal_head__"
 
 
@@ -90,7 +90,7 @@ def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Applica
         Front,
         name="front",
         num_replicas=1,
-        max_ongoing_requests=1 << 16,  # clients whose streams it passes on; engines refuse what is too much
+        max_ongoing_requests=1 << 16,  # streams that it forwards; engines refuse requests beyond their queues
         ray_actor_options={
             "num_cpus": 0,
             "resources": {HEAD_NODE: 0.001},
@@ -100,7 +100,7 @@ def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Applica
         graceful_shutdown_wait_loop_s=0.2,
     )
     server_options = {name: getattr(options, name) for name in CommonOptions.model_fields}
-    # Options that were not given stay so, and the replica sets them by its device.
+    # Only options that were given: each replica sets the others by its device.
     config = plan.config.model_dump(exclude_unset=True)
     engines = replicas.bind(plan.package.PHASE.slug, config, server_options, created=int(time.time()))
     return front.bind(engines, server_options, wanted=options.replicas, wait_s=WAIT_S, listen_at=listen_at)

@@ -6,11 +6,11 @@ import os
 
 from common.errors import StartupError
 
-#: Makes Serve pass messages quickly: over gRPC from process to process instead of through Ray's object layer, and
-#: without separate threads for our code and for routers.
-#: Serve reads these when it is imported, so they must be in the environment of every process of the cluster.
-#: Ray starts workers with niceness 15. The threads that should have less priority than the engine (masks, grammars,
-#: large bodies) would then have the same.
+#: The first two make Serve pass messages quickly: over gRPC from process to process instead of through Ray's object
+#: layer, and without separate threads for our code and for routers. Serve reads them when it is imported, so they
+#: must be in the environment of every process of the cluster.
+#: The third replaces Ray's niceness of 15 for workers, so that threads with less priority than the engine (masks,
+#: grammars, large bodies) can have less.
 FAST = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -24,8 +24,8 @@ def settings() -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set the variables that are not set, for this process and the processes that it starts. One of them keeps Ray
-    from asking a server on the internet about updates.
+    """Set the variables that are not set, for this process and the processes that it starts. One of them turns
+    Ray's usage statistics off.
 
     Raises:
         StartupError: `RAY_AUTH_MODE=disabled` would let anybody who reaches Ray's ports run code on this machine.

@@ -115,8 +115,8 @@ def replica_lost() -> ApiError:
 def read_keys(path: str, body: bytes) -> tuple[int, ...]:
     """Return the keys of a request's prompt; none if the body is invalid, since the replica will refuse it.
 
-    The keys of a conversation are those of its messages or items as they were sent: its next turn begins with the
-    same ones.
+    A conversation's keys are computed from its messages or items as they were sent, because its next turn begins
+    with the same ones.
     """
     if path not in GENERATING:
         return ()
@@ -143,14 +143,14 @@ class LocalCall:
     def __init__(self, app: ASGIApp, request: Forwarded) -> None:
         self._app = app
         self._request = request
-        self._sent: asyncio.Queue[Part | None] = asyncio.Queue()  # None: that was all
+        self._sent: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the end
         self._room = asyncio.Event()  # set when a part was taken, or the client has left
         self._left = asyncio.Event()
         self._body = [request.body]
         self._ended: frozenset[int] = frozenset()
 
     async def answer(self) -> AsyncGenerator[list[Part], None]:
-        """Yield the parts that the app sends, as lists of those that are ready together.
+        """Yield lists of the parts that the app sends; each list has all parts that are ready.
 
         If the generator is closed early, the app is told that its client has left.
         """

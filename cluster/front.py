@@ -143,7 +143,7 @@ class Front:
 
     # ------------------------------------------------------------------ the end (asked by the command)
 
-    async def stop_accepting(self) -> None:  # on the event loop, where bodies are read
+    async def stop_accepting(self) -> None:  # async, to run on the event loop, where bodies are read
         """From now on, refuse new requests, and requests whose body is still coming: the cluster shuts down."""
         self._draining = True
         self._bodies.give_up()
@@ -301,12 +301,12 @@ class Front:
 def guarded(app: ASGIApp, options: CommonOptions, *, is_computing: Callable[[], bool]) -> ASGIApp:
     """Return an app behind the checks of keys, hosts and origins, in the order of `create_app`.
 
-    Refusals are paced here, those of all replicas together.
+    Refusals of all replicas are paced together, here.
 
     Args:
         app: the app.
         options: the server's options.
-        is_computing: whether answers are being computed. If not, refusals leave at once.
+        is_computing: returns whether answers are being computed. If not, refusals leave at once.
     """
     if options.api_key:
         app = ApiKeys(app, options.api_key)

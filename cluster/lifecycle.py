@@ -113,7 +113,7 @@ class Signals:
 
 
 def start_ray(plan: Plan) -> None:
-    """Join a cluster, or start one of this machine.
+    """Join a cluster, or start one on this machine.
 
     Raises:
         StartupError: no cluster answers at the address, or this machine has too few CPUs or GPUs.

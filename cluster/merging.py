@@ -19,8 +19,8 @@ OK, SERVER_ERROR = 200, 500
 def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
     """Return the merged answer to `path`, one of `MERGES`.
 
-    A replica that cannot answer (5xx: its engine is dead, or it drains) is left out. If no replica can answer, or
-    if one refuses the request (4xx), the merged answer is that replica's error.
+    A replica that cannot answer (5xx: its engine is dead, or it drains) is left out. If a replica refuses the
+    request (4xx), its error is the merged answer. If no replica can answer, the first error is.
     """
     refusal = _refusal(replies)
     if refusal is not None:

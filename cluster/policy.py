@@ -25,8 +25,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-BLOCK_BYTES = 64  # of a prompt, for one key: about a KV block of 16 tokens
-MAX_BLOCKS = 256  # of a prompt that have keys; prompts that differ only after them get the same keys
+BLOCK_BYTES = 64  # bytes of a prompt for one key: about a KV block of 16 tokens
+MAX_BLOCKS = 256  # most blocks of a prompt with keys; prompts that differ only later get the same keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Random(Policy):
 
     name = "random"
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - asked alike
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - one signature
         return self._random.choice(_with_room(loads))
 
 
@@ -171,7 +171,7 @@ class RoundRobin(Policy):
         super().__init__(seed)
         self._last = ""
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - asked alike
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - one signature
         names = sorted(_with_room(loads))
         self._last = next((name for name in names if name > self._last), names[0])
         return self._last
@@ -182,7 +182,7 @@ class LeastLoaded(Policy):
 
     name = "least_loaded"
 
-    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - asked alike
+    def choose(self, keys: Sequence[int], loads: Mapping[str, Load]) -> str:  # noqa: ARG002 - one signature
         return self._least_loaded(loads)
 
 
@@ -263,7 +263,7 @@ class HolderTable:
         return self._pairs
 
     def longest(self, keys: Iterable[int], replicas: Collection[str]) -> list[str]:
-        """Return the replicas that have the most of `keys` from the first on; all of them if none has any."""
+        """Return the replicas that were sent the longest beginning of `keys`; all of them if none was sent any."""
         best = list(replicas)
         for key in keys:
             holders = self._holders.get(key, ())
@@ -275,9 +275,8 @@ class HolderTable:
 
     def add(self, keys: Sequence[int], replica: str) -> None:
         """Record that a prompt with these keys was sent to a replica. Drops old keys beyond the capacity."""
-        for key in reversed(
-            keys
-        ):  # the first key ends as the most recently used: a later key is useless without it
+        # Reversed, so that the first key ends as the most recently used: a later key is useless without it.
+        for key in reversed(keys):
             holders = self._holders.setdefault(key, set())
             self._pairs += replica not in holders
             holders.add(replica)

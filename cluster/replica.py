@@ -23,7 +23,7 @@ from common.server.options import CommonOptions
 from common.server.service import Service
 from common.worker import EngineWorker
 
-#: Gauges of a replica, as Ray's Prometheus has them (with `ray_` before): name, what it says.
+#: Gauges of a replica by field of `Load`: name and description. Ray exports them with the prefix `ray_`.
 GAUGES = {
     "active": ("infer_requests_running", "Requests that hold KV memory"),
     "waiting": ("infer_requests_waiting", "Requests that queue"),
@@ -114,7 +114,7 @@ class Replica:
         )
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load for routers, and set the gauges: Serve calls this about every second."""
+        """Return the load for routers, and set the gauges. Called by Serve every `cluster.app.REPORT_S` seconds."""
         load = self.load()
         for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))

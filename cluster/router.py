@@ -25,7 +25,7 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types whe
         )
         self._table = LoadTable()
         self._chosen: dict[str, str] = {}  # request -> replica, until it has ended
-        self._lock = threading.Lock()  # requests end on other threads than they begin
+        self._lock = threading.Lock()  # a request may end on another thread than it began on
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

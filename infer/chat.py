@@ -86,7 +86,7 @@ class Chat:
     """A conversation with a model behind OpenAI's API.
 
     Args:
-        client: its base URL ends with the API's prefix, such as `/v1/`.
+        client: an HTTP client whose base URL ends with the API's prefix, such as `/v1/`.
         model: the model's name.
         system: the system prompt; None: none.
         sampling: fields of every request, such as `temperature`.
@@ -301,7 +301,7 @@ def _whole_input() -> str:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str]:
-    """Context manager: the address of the server to talk to. A server that it starts, it also ends.
+    """Context manager: the address of the server to talk to. If no `--url` is given, starts and ends a server.
 
     Raises:
         StartupError: the server did not start. The message has what it printed last.
@@ -313,7 +313,7 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
     from common.phases import phase_names
 
     phase = options.phase or phase_names()[-1]
-    os.environ.pop("INFER_API_KEY", None)  # nobody else is to use the server that is started here
+    os.environ.pop("INFER_API_KEY", None)  # the started server serves this chat only: it needs no key
     model = options.model or DEFAULT_MODEL
     command = [sys.executable, "-m", "infer", "serve", phase, "--model", model]
     command += ["--host", "127.0.0.1", "--port", "0", *further]

@@ -102,7 +102,7 @@ def findings() -> Iterator[Finding]:
 
 
 def installed() -> Finding:
-    """Check the installed package, its requirements, and for other packages with modules of the same name."""
+    """Check the installed package and its requirements, and that no other package has modules of the same names."""
     try:
         version = importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -151,7 +151,7 @@ def unmet(extra: str = "") -> list[str]:
 
 
 def torch_build() -> Finding:
-    """Report torch's version, its threads, and copies of their library."""
+    """Report torch's version, its threads, and whether several copies of their library are loaded."""
     text = f"{torch.__version__}; {torch.get_num_threads()} threads compute"
     if (number := os.environ.get("OMP_NUM_THREADS")) is not None:
         text += f" (OMP_NUM_THREADS={number})"
@@ -179,16 +179,15 @@ def compiler() -> Finding:
 
 
 def options() -> tuple[bool, Finding]:
-    """Read the options in the environment. Returns whether they allow native kernels, and what they are."""
+    """Return whether the environment's options allow native kernels, and the finding that lists the options."""
     package = find_phase(phase_names()[-1])
     names = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
     try:
         _, config = read_options(package, [])
     except UsageError as error:
         return True, Finding("options", f"in the environment: {error}", "!")
-    fields = type(
-        config
-    ).model_fields  # the engine's: the server's may be secret, and are shown by name alone
+    # Only the engine's options are shown with their values: the server's may be secret.
+    fields = type(config).model_fields
     shown = (
         f"{name}={os.environ[name]}" if name.removeprefix(ENV_PREFIX).lower() in fields else name
         for name in names

@@ -31,7 +31,7 @@ class Arrival:
 
 
 class Unlike:
-    """Writes prompts of which no two share a token id. Stands in for `PromptWriter.write`, which writes English."""
+    """Writes prompts that have no token id in common. Replaces `PromptWriter.write`, which writes English."""
 
     def __init__(self) -> None:
         self._next = 1

@@ -32,7 +32,7 @@ class Work(NamedTuple):
         held: KV columns in memory that these rows see. A block that several sequences share counts once: when one
             sequence has read it, it is in the processor's cache for the others.
         tokens: queries of all other sequences, padding included.
-        pairs: pairs of one of these queries and a key that it sees.
+        pairs: pairs of such a query and a key that it sees.
         logits: rows of logits that a token is chosen from.
     """
 
@@ -132,9 +132,9 @@ class Device:
 class RooflineCost(Cost):
     """The times of a device that was not measured: reading memory or computing, whichever takes longer.
 
-    A pass reads every weight once, and the keys and values that its rows attend to. It writes those of its own
-    tokens. Each weight is multiplied and added once for each token. Sliding windows are ignored: every layer
-    attends to all columns.
+    A pass reads every weight once, and the keys and values that its rows attend to. It writes the keys and values
+    of its own tokens. Each weight is multiplied and added once for each token. Sliding windows are ignored: every
+    layer attends to all columns.
 
     Args:
         int8: whether the weights are quantized (`--quantize int8`).
@@ -143,14 +143,14 @@ class RooflineCost(Cost):
     def __init__(self, model: ModelConfig, device: Device, *, int8: bool = False) -> None:
         super().__init__(
             host_step_s=2e-4, host_row_s=1e-5
-        )  # about as `benchmarks micro host_cost` finds them
+        )  # about as `benchmarks micro host_cost` measures them
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency
         self._flops = device.flops * device.efficiency
         self._weight_bytes = weight_bytes(model, model.dtype, int8="all" if int8 else "none")
         weights = weight_bytes(model, model.dtype) // model.dtype.itemsize
         self._bytes_a_column = KVShape.of(model, model.dtype).bytes_per_token
-        self._head = model.vocab_size * model.hidden_size  # for rows whose logits are wanted
+        self._head = model.vocab_size * model.hidden_size  # multiplied only for rows whose logits are needed
         embedding = 0 if model.tie_word_embeddings else self._head  # looked up, not multiplied
         self._layers = weights - self._head - embedding
         self._flops_a_pair = 4 * model.num_layers * model.num_heads * model.head_dim

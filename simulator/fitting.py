@@ -114,7 +114,7 @@ def lone_arrivals(run: Replay) -> list[float]:
 
 
 def replayed_runs(results: Path) -> dict[Group, list[Replay]]:
-    """Replay all complete runs of phases below a folder that have their engine steps. Returns them by group.
+    """Replay the complete runs of phases below a folder, if they have engine steps. Returns the replays by group.
 
     Runs with guesses are left out: which guesses come true depends on the text, and a replay has no text.
     """
@@ -168,7 +168,7 @@ def held_out(runs: Sequence[Replay]) -> dict[str, LinearCost]:
 
 
 def fit_group(group: Group, runs: Sequence[Replay], others: Mapping[str, LinearCost]) -> Fit:
-    """Return a group's prices, and the errors on each workload of prices that were fitted to the `others`."""
+    """Return a group's prices. A workload's errors are those of `others[workload]`, prices fitted without it."""
     step_errors: list[float] = []
     total_errors: list[float] = []
     for each in runs:

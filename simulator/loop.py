@@ -117,10 +117,10 @@ def run(
         engines: made by `simulate_engine`, without requests.
         arrivals: in the order of their times. A request with `after` comes behind the request that `after` names.
         observer: is called for each event.
-        route: returns the place of the server that gets a prompt; by default the first server gets all.
+        route: returns the index of the server that gets a prompt; by default the first server gets all.
 
     Raises:
-        ValueError: a request is too long for the engines, or follows a request that has not been read.
+        ValueError: a request is too long for the engines, or its `after` is not read yet or answered already.
     """
     servers = [Server(engine) for engine in ([engines] if isinstance(engines, Engine) else engines)]
     return _Simulation(servers, arrivals, observer, route).run()
@@ -143,9 +143,8 @@ class _Simulation:
         # While all seats and queues are full, an arrival becomes a request only when another request ends.
         self._most_live = sum(config.max_batch_size + config.max_waiting_requests for config in configs)
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
-        self._places = (
-            itertools.count()
-        )  # events of the same time and kind happen in the order they were found
+        # Events of the same time and kind happen in the order in which they were added.
+        self._places = itertools.count()
         # When each server goes on. A step event with another time is out of date.
         self._due: dict[Server, float] = {}
         self._live: dict[str, Request] = {}
@@ -237,5 +236,5 @@ class _Simulation:
 
 @functools.cache
 def params(new_tokens: int) -> SamplingParams:
-    """Return params for exactly `new_tokens` tokens. They have a seed, so that the engine draws none."""
+    """Return sampling parameters for exactly `new_tokens` tokens, with a seed, so that the engine draws none."""
     return SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True, seed=0)

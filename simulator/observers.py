@@ -107,7 +107,7 @@ class _Open:
 
 
 class Summary:
-    """Computes the numbers of `benchmarks compare` in memory that does not grow with the number of requests.
+    """Computes the metrics of `benchmarks compare` in memory that does not grow with the number of requests.
 
     Args:
         engines: the engines that serve the requests; their steps are counted.
@@ -165,7 +165,7 @@ class Summary:
     # ------------------------------------------------------------------ tables
 
     def metrics(self) -> Metrics:
-        """Return the clients' metrics. Called after the last answer."""
+        """Return the clients' metrics. Call this after the last answer."""
         completed = self._latency.count
         duration_s = self._last_answer_s - self._first_sent_s if completed else 0.0
         per_s = 1 / duration_s if duration_s > 0 else 0.0

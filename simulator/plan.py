@@ -46,8 +46,8 @@ COLUMNS = [
 ]
 
 
-#: Mean number of tenants for each replica; prompt tokens that all prompts of a tenant share; prompt tokens of each
-#: request's own; new tokens.
+#: Mean number of tenants for each replica; prompt tokens that all prompts of a tenant share; further prompt tokens
+#: of each request; new tokens.
 TENANTS, SHARED, OWN, NEW = 4, 1024, 64, 64
 
 

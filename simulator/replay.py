@@ -91,7 +91,7 @@ class _Noted(Cost):
 
 
 def phase_of(run: Run) -> PhasePackage:
-    """Return the phase that a run measured. The server's label begins with its number."""
+    """Return the phase that a run measured: the whole part of its server's `order` is the phase's number."""
     return find_phase(int(run.server.order))
 
 
@@ -170,7 +170,7 @@ class _Replayer:
         self.prompts = prompts_of(plan_of(run))
         self.tokens_read: dict[str, int] = dict.fromkeys(self.records, 0)
         self.result = Replay(run)
-        # After `retire`, the ended requests are known. New requests must be queued before `admit`.
+        # A hook in `retire`: then the ended requests are known, and new ones must be queued before `admit`.
         self._retire = self.engine.scheduler.retire
         self.engine.scheduler.retire = self._retire_and_let_in  # type: ignore[method-assign]
 

@@ -39,7 +39,7 @@ _NOTHING = torch.zeros(0, dtype=torch.int64)  # in the place of a pass's tokens
 
 
 class SimulatedRunner(Runner):
-    """Asks a phase's own runner for the passes of a plan, and lets each take its time.
+    """Takes the passes of a plan from a phase's own runner. Each advances the clock by its time.
 
     Attributes:
         planner: the phase's runner.
@@ -150,7 +150,7 @@ def simulated(runner: Runner, clock: VirtualClock, cost: Cost) -> SimulatedRunne
 
 
 def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
-    """Have a phase that guesses tokens guess right with a probability; 0: it guesses nothing."""
+    """Make phase 10's guesses come true with the probability `acceptance`; 0: no guesses. Skips other phases."""
     if isinstance(runner, SimulatedSpeculativeRunner) and isinstance(scheduler, SpeculativeScheduler):
         runner.acceptance = acceptance
         runner._draw = random.Random(0)

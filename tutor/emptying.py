@@ -45,9 +45,8 @@ def empty(text: str, module: str, names: Sequence[str]) -> str:
     found = dict(_functions(ast.parse(text)))
     if missing := [name for name in names if name not in found]:
         raise ValueError(f"{module} has no {', '.join(missing)}")
-    for name in sorted(
-        names, key=lambda name: -found[name].lineno
-    ):  # from the end: earlier lines keep their place
+    # From the end, so that earlier lines keep their numbers.
+    for name in sorted(names, key=lambda name: -found[name].lineno):
         function = found[name]
         doc = ast.get_docstring(function)
         first = function.body[0]
@@ -74,7 +73,7 @@ def _owing(words: str, indent: str) -> list[str]:
 
 
 def owed_words(module: str, name: str, doc: str | None) -> str:
-    """Return a function's task: the first paragraph of its docstring, or of that of the method it overrides."""
+    """Return a function's task: the first paragraph of its docstring, or of the overridden method's docstring."""
     owner, _, method = name.rpartition(".")
     classes = getattr(importlib.import_module(module), owner).__mro__ if owner and not doc else ()
     docs = (inspect.getdoc(vars(each)[method]) for each in classes if method in vars(each))

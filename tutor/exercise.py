@@ -77,7 +77,7 @@ class Exercise:
         return TREES / (f"phase{self.name}" if self.name.isdecimal() else self.name)
 
     def written_tree(self) -> Path:
-        """Return the folder of the learner's copy. StartupError: there is none."""
+        """Return the folder of the learner's copy. Raises StartupError if there is none."""
         if not self.tree.is_dir():
             raise StartupError(f"there is no {shown(self.tree)}: make learn PHASE={self.name} sets it up")
         return self.tree
@@ -132,7 +132,7 @@ def find_tests(folder: Path, part: str) -> list[str]:
     `test_x.py [heading]` the tests below that heading.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the entry has another form, or there are no such tests.
     """
     match = re.fullmatch(r"(\S+\.py)(?:::(\w+)| \[(.+)\])?", part)
     if match is None:

@@ -65,13 +65,12 @@ class Overlay(MetaPathFinder):
     ) -> ModuleSpec | None:
         *parents, _ = name.split(".")
         found = PathFinder.find_spec(name, [str(self.tree.joinpath(*parents))], target)
-        return (
-            found if found is not None and found.has_location else None
-        )  # else a folder: the project's package
+        # A spec without a location is a folder: then the package is the project's.
+        return found if found is not None and found.has_location else None
 
 
 def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
-    """Replace modules by those below `tree`, and say of each logged error where in the tree it was raised.
+    """Replace modules by those below `tree`, and add to each logged error the line in the tree that raised it.
 
     Args:
         tree: the learner's folder.
@@ -163,7 +162,7 @@ def in_words(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a module with a learner's files: `tree module arguments …`. Returns 1 if one of them raises."""
+    """Run a module with a learner's files: `tree module arguments …`. Returns 1 if one of these files raises."""
     tree, module, *rest = arguments
     install(Path(tree).resolve())
     os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files

@@ -26,9 +26,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 
 _results: dict[str, Any] = {}
 _compared: list[tuple[str, object, object]] = []  # what the running test's failed assertions compare
-_raised: list[
-    BaseException
-] = []  # errors that were raised in the tree, and that the engine caught, in this test
+_raised: list[BaseException] = []  # errors raised in the tree, and caught by the engine, in this test
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -146,9 +144,8 @@ def pytest_runtest_makereport(
             error = error.exceptions[0]
         # An error that the engine caught is the cause of the assertion that fails afterwards.
         cause = _raised[0] if _raised and place_in(_tree(), error) is None else error
-        while cause.__cause__ is not None and place_in(
-            _tree(), cause.__cause__
-        ):  # as Triton's interpreter raises
+        # Triton's interpreter raises its own error, whose cause is the learner's.
+        while cause.__cause__ is not None and place_in(_tree(), cause.__cause__):
             cause = cause.__cause__
         place = place_in(_tree(), cause)
         # Often the interrupted line is in a test: a scheduler that plans no progress lets the test step for ever.

@@ -43,7 +43,7 @@ def draw(exercise: Exercise) -> Path:
             [*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        # The line, if one call did not return.
+        # stderr has the line, if one call did not return.
         said = (error.stderr or b"").decode().strip() or "perhaps one is never admitted, or never ends"
         raise StartupError(f"the stepper's requests were not done after {TIMEOUT_S} s: {said}") from None
     if done.returncode:

@@ -36,7 +36,7 @@ from common.server.openapi import openapi_document
 from common.server.service import Service, served_model_name
 from common.worker import EngineWorker
 
-LAST_STEP_S = 5.0  # how long shutdown waits for a step in flight; all its clients have been answered
+LAST_STEP_S = 5.0  # most seconds that shutdown waits for a step in flight; its clients have been answered
 
 
 def create_app(
@@ -73,12 +73,15 @@ def create_app(
         root_path: prefix that a proxy puts before every path.
         body_timeout_s: seconds from a request's head to the end of its body.
         step_timeout_s: seconds in one step after which `/health` answers 503; None: no limit.
-        backlogs: bounds the bytes that clients leave unread; by default as the options' defaults do.
+        backlogs: bounds the bytes that clients leave unread; by default with the options' default bounds.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: whether the engine's steps can be watched.
-        pace_refusals: whether the rate of refusals is limited. False: the process that passes the answers on does.
+        pace_refusals: whether this app limits the rate of refusals. False behind a front that limits it.
         admin: whether clients may pause the engine.
-        tool_call_parser, reasoning_parser: how calls and thoughts are found in answers, as `Dialect.of` takes them.
+        tool_call_parser, reasoning_parser: how tool calls and thoughts are found in answers (`Dialect.of`).
+
+    Raises:
+        TypeError: the engine runs in another process, and its worker is missing.
     """
     if worker is None:
         if not isinstance(engine, Engine):
@@ -117,18 +120,18 @@ def create_app(
         exception_handlers=HANDLERS,
     )
     app.state.server = service
-    app.state.paths = []  # of all routes, to suggest one for a mistyped path
+    app.state.paths = []  # paths of all routes, to suggest one for a mistyped path
     for router in (routes.router, state_routes.router, *([state_routes.admin_router] if admin else [])):
         app.include_router(router)
         app.state.paths += [route.path for route in router.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)
-    # Starlette's own handler of unexpected errors is outside of all middleware: its answers have no id and no CORS.
+    # Starlette's own handler of unexpected errors is outside all middleware: its answers lack id and CORS headers.
     app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     elif hosts is not None:
         app.add_middleware(OwnPages, hosts=hosts, origins=cors_origins)
-    app.add_middleware(RequestIds)  # outside of these, so that their refusals have an id, too
+    app.add_middleware(RequestIds)  # outside of both guards, so that their refusals have an id, too
     if cors_origins:
         app.add_middleware(  # outside of the key check: pages may read refusals, and a preflight request has no key
             CORSMiddleware, **cors_settings(cors_origins)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from common.worker import WakeUp
 
-#: Most bytes of a stream that are handed to the HTTP server at once. A client's progress is noticed once a piece.
+#: Most bytes of a stream handed to the HTTP server at once. A client's progress is noticed after each such piece.
 PIECE_BYTES = 16 * 1024
 #: A client with fewer unread bytes is never given up to lower the total: even a quick reader may have that many.
 FLOOR_BYTES = 64 * 1024

@@ -165,7 +165,7 @@ class Bodies:
 
     Args:
         timeout_s: from the end of a request's head to that of its body.
-        bytes_per_s: the rate.
+        bytes_per_s: the shared rate.
     """
 
     #: Bytes at the start of each body that do not count towards the rate.
@@ -176,9 +176,8 @@ class Bodies:
     def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
         self._timeout_s = timeout_s
         self._bytes_per_s = bytes_per_s
-        self._paid_until_s = (
-            0.0  # time by which the bytes read so far would have come at the rate, on the loop's clock
-        )
+        # Time by which the bytes read so far would have come at the shared rate, on the loop's clock.
+        self._paid_until_s = 0.0
         self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
         self._given_up = False
 

@@ -100,7 +100,7 @@ class Config(uvicorn.Config):
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return how many connections exceed the bound for all or the one for an address; 0 or less: none does."""
+        """Return by how many connections a bound is exceeded, for all or for this address; 0 or less: by none."""
         limits = self.limits
         beyond = connections - limits.connections
         if beyond > 0:
@@ -379,7 +379,7 @@ class Flow(FlowControl):
         self._parser = parser
 
     def pause_reading(self) -> None:
-        """Stop reading a body that comes faster than the app takes it, and nothing else."""
+        """Stop reading, but only if a body comes faster than the app takes it."""
         if self._parser.their_state is h11.SEND_BODY:
             super().pause_reading()
 

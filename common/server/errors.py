@@ -46,7 +46,7 @@ class ApiError(Exception):
     """An error that a client is answered with.
 
     Attributes:
-        status: HTTP status, used where the answer has not begun.
+        status: HTTP status; not sent if the answer has begun already.
         message: text for people, without the server's internals.
         type: the kind of error, for programs.
         param: the request's field at fault, if one is.
@@ -70,12 +70,12 @@ class ApiError(Exception):
         self.type = type
         self.param = None if param is None else shorten(param, 100)
         self.code = code
-        # OpenAI's libraries repeat a request after any 5xx. These would only fail again.
+        # OpenAI's libraries repeat a request after any 5xx. After 500 and 504 it would only fail again.
         no_retry = {SHOULD_RETRY: "false"} if status in (500, 504) else {}
         self.headers = {**no_retry, **(headers or {})}
 
     def body(self) -> ErrorResponse:
-        """Return the JSON object that every error is."""
+        """Return the body of the error's answer, a JSON object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
@@ -173,7 +173,7 @@ _ELSEWHERE = {
 
 
 def _route_meant_by(request: Request) -> str:
-    """Say which route a client may want instead of the one that it asked for."""
+    """Return a hint at the route that a client may have meant."""
     path = request.url.path
     for end, hint in _ELSEWHERE.items():
         if path.endswith(end):

@@ -61,7 +61,8 @@ CHARACTERS_A_TOKEN = 8
 
 T = TypeVar("T")
 
-#: Niceness of threads that no stream waits for: a tenth of a core that the engine uses, all of an idle one.
+#: Niceness of threads that no stream waits for. They get a tenth of a core that the engine uses, too, or all of an
+#: idle core.
 NICENESS = 10
 
 
@@ -224,9 +225,9 @@ class Intake:
         return requests
 
     def _defaults(self, wanted: GenerationRequest, grammar: Grammar | None) -> SamplingParams:
-        """Return the parameters of fields that the request leaves out, with its grammar.
+        """Return the sampling parameters for fields that the request leaves out, with its grammar.
 
-        Markers that are special tokens are shown if the answer is searched for them.
+        Special tokens stay in the text if some are markers (of thoughts or calls) that the answer is searched for.
         """
         reads_markers = wanted.tool_use is not None or (wanted.has_parts and self._dialect.thinks)
         markers = self._engine.tokenizer.special_ids.intersection(self._dialect.special.values())
@@ -237,7 +238,7 @@ class Intake:
         )
 
     def _tokenize_prediction(self, text: str) -> Sequence[int]:
-        """Return the tokens of a predicted text, or of its beginning: an answer is never longer."""
+        """Return the token ids of a predicted text, cut to the length of the longest possible answer."""
         if not text:
             return ()
         most = self._engine.max_request_tokens
@@ -304,7 +305,7 @@ class Admission:
         compiling: grammars that are not known to compile quickly.
         tokenizing: prompts. The places in the engine's queue bound their number.
         converting: texts and token ids of `/tokenize` and `/detokenize`.
-        encoding: answers too large for the event loop. The requests that run bound their number.
+        encoding: answers too large for the event loop. There are never more of them than running requests.
     """
 
     #: Validating a body of this size takes about a millisecond.

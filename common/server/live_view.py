@@ -95,7 +95,7 @@ class Viewer:
 
 
 class LiveView:
-    """All viewers. The engine is watched while there is one. Used on the event loop only."""
+    """All viewers. The engine makes frames while there is a viewer. Used on the event loop only."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -152,7 +152,7 @@ class LiveView:
             viewer.end()
 
     def _ask(self, call: Callable[[EngineCalls], None]) -> None:
-        """Make a call in the engine's thread, unless that thread ends."""
+        """Run a call in the engine's thread. Does nothing if that thread is ending."""
         with contextlib.suppress(ShuttingDownError):
             self._worker.call(call)
 
@@ -178,10 +178,10 @@ class Recordings:
         self.running: set[Recording] = set()
 
     def open(self, seconds: float) -> Recording:
-        """Return a new recording, which begins with `Recording.pieces`. Close it in the end.
+        """Return a new recording. Iterating over its `pieces` starts it. Call its `close` at the end.
 
         Raises:
-            ApiError: 503, too many run already, or the server ends.
+            ApiError: 503, too many recordings run, or the server is shutting down.
         """
         if self.worker.draining:
             raise from_exception(ShuttingDownError("draining: the server is shutting down"))

@@ -91,10 +91,10 @@ def log_end(
     Args:
         answer: the answer.
         asked_s: time by which the request had come, on `time.monotonic`'s clock.
-        client: the address that it came from.
+        client: the address that the request came from.
         user: the client's own label.
         request_id: the client's name for its request, if it has one.
-        client_gone: the reason why the client does not take the answer any more; None if it does.
+        client_gone: the reason why the client does not take the answer any more; None if it took all of it.
     """
     streams = answer.streams
     prompts = {
@@ -106,7 +106,7 @@ def log_end(
     prompt_tokens, new_tokens = sum(prompts.values()), sum(stream.received_tokens for stream in streams)
     first_s = min(begun) - asked_s if begun else None
     gap_s = max(stream.longest_gap_s for stream in streams) if begun else None
-    # The rate is of the time after the first token, which has a number of its own.
+    # The rate covers the time after the first token, since the time to the first token is logged by itself.
     decode_s = max(stream.latest_token_s for stream in streams) - min(begun) if begun else 0.0
     rate = (new_tokens - len(begun)) / decode_s if decode_s > 0 else None
     parts = [

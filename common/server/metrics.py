@@ -130,7 +130,7 @@ class Metrics(Collector):
                 requests.time_to_first_token_s,
             ),
             ("vllm:inter_token_latency_seconds", between, requests.inter_token_latency_s),
-            # The older name of the same, which older dashboards have.
+            # The older name of the metric above, which older dashboards use.
             ("vllm:time_per_output_token_seconds", between, requests.inter_token_latency_s),
             (
                 "vllm:e2e_request_latency_seconds",

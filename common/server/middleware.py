@@ -113,7 +113,7 @@ class PaceRefusals(Middleware):
     client down.
 
     Args:
-        is_computing: whether answers are being computed. If not, refusals leave at once.
+        is_computing: returns whether answers are being computed. If not, refusals leave at once.
     """
 
     PER_S = 16  # refusals a second, once `BURST` have left at once
@@ -310,7 +310,7 @@ class AllowedHosts:
         self._names = {_without_port(name) for name in known}
 
     def allow(self, header: str) -> bool:
-        """Return whether a request with this `Host` is answered. Without one, it is: browsers always send it."""
+        """Return whether a request with this `Host` is answered; True if it is empty: browsers always send one."""
         name = _without_port(header)
         return (
             self._any

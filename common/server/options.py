@@ -233,7 +233,7 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
 def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
     """Return an instance of `options`, one of the base classes of a settings class, with the settings' values.
 
-    They are valid already. The instance knows which of them were given.
+    The values are not validated again. The instance's `model_fields_set` has the options that were given.
     """
     values = {name: getattr(settings, name) for name in options.model_fields}
     return options.model_construct(settings.model_fields_set & values.keys(), **values)

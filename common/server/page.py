@@ -25,12 +25,12 @@ VIEWER_PARTS = ("trace", "shapes", "seats", "memory", "panel", "viewer")
 #: Parts of the page's script, in `chat_page/`, after the viewer's.
 PAGE_PARTS = ("words", "elements", "conversations", "sending", "transcript", "page")
 
-#: The form's default for `max_tokens`, if it leaves half of the longest request to the conversation so far. Stories
-#: of the bundled models are shorter.
+#: The form's default for `max_tokens`, or half of the longest request if that is less: the other half is for the
+#: conversation so far. Stories of the bundled models are shorter.
 MOST_TOKENS = 512
 TEMPERATURE = 0.8  # the form's, if the model has no sampling defaults of its own
 STARTERS = 4  # questions that the page sends at once, as many as `STARTERS` in `words.js`
-MOST_CHOICES = 4  # conversations that begin with the same one of these questions
+MOST_CHOICES = 4  # most conversations that begin with the same question
 
 #: Words of the form for a model with a chat template, and for a model that only continues text.
 CHAT = {

@@ -93,7 +93,7 @@ async def create_completion(request: Request) -> Response:
 
 @router.post("/openai/v1/completions")
 async def create_strict_completion(request: Request) -> Response:
-    """Complete prompts to the letter of OpenAI: JSON unless a stream is asked for, plain chunks, its statuses."""
+    """Complete prompts exactly as OpenAI does: JSON unless a stream is asked for, unnamed chunks, its statuses."""
     return await generate(request, STRICT_COMPLETIONS)
 
 
@@ -113,7 +113,7 @@ async def create_response(request: Request) -> Response:
 
 async def generate(request: Request, route: Route[RequestT]) -> Response:
     """Read a body, submit the request and answer with the engine's outputs."""
-    # No argument of the route: FastAPI takes 70 function calls to pass one.
+    # Not an argument of the route: FastAPI makes 70 function calls to pass one.
     service: Service = request.app.state.server
     client = client_of(request.scope)
     try:
@@ -168,7 +168,7 @@ async def take_in(
     """Validate a body and submit its request. Returns the request, whether it wants a stream, and its answer."""
     wanted = await service.intake.parse(body, route.body)
     streaming = route.streams(wanted, request)
-    # The answer's id is made from the request's unless the client chose that one: answers need unique ids.
+    # The request's id becomes part of the answer's, unless the client chose it: answers need unique ids.
     number = uuid.uuid4().hex if request.state.named else request.state.request_id
     answer_id = f"{route.id_prefix}{number}"
     streams = await service.intake.submit(wanted, answer_id, arrived_s)

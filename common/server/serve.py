@@ -254,10 +254,8 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections. Clients that are still reading their answers get the rest of the shutdown timeout.
-
-        That is at least `LAST_WORDS_S`.
-        """
+        """Close all connections. Clients that are still reading their answers get the rest of the shutdown timeout,
+        and at least `LAST_WORDS_S`."""
         left_s = max(self._left_s, LAST_WORDS_S)
         self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks without a connection
         cutting = asyncio.get_running_loop().call_later(left_s, self._cut)

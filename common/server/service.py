@@ -80,8 +80,8 @@ class Service:
         """Check that the engine works.
 
         Raises:
-            EngineDeadError: it is dead. Only a new process helps.
-            ApiError: it has been in one step for too long. Only a new process helps.
+            EngineDeadError: the engine is dead. Only a new process helps.
+            ApiError: the engine has been in one step for too long. Only a new process helps.
         """
         if self.worker.dead is not None:
             raise EngineDeadError("the engine is dead; restart the server")

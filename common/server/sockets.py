@@ -17,7 +17,7 @@ from common.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-#: Connections beyond the bound that are answered: 503, or by the health routes. Any more are closed at once.
+#: Connections beyond the bound that still get an answer: 503, or a health route's. Further ones are closed at once.
 SPARE_CONNECTIONS = 32
 #: Files that a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128

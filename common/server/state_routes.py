@@ -1,4 +1,4 @@
-"""The routes that tell of the model and the server's state, record traces, and administrate."""
+"""The routes that describe the model, report the server's state, record traces, and administrate."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def reset_prefix_cache(request: Request, service: Served) -> Response:
 
     Raises:
         ApiError: as `Bodies.read_json`; 400, the body has fields.
-        EngineDeadError, ShuttingDownError: nothing is taken any more.
+        EngineDeadError, ShuttingDownError: the engine takes no calls any more.
     """
     body = await service.bodies.read_json(request)
     try:
@@ -172,7 +172,7 @@ async def telemetry(
 ) -> Response:
     """Return the engine's counters and a page of its latest steps.
 
-    Runs on the event loop: a page is soon made, and threads of many readers would take turns with the engine's.
+    Runs on the event loop: a page is made quickly, and threads for many readers would compete with the engine's.
     """
     engine = service.engine
     page = engine.telemetry.snapshot(since_step=since_step)
@@ -204,8 +204,8 @@ async def trace(
     )
 
 
-#: Routes that act on everybody's requests: they exist with `--admin`, and where clients must send a key. They are
-#: not in the OpenAPI document, which describes the routes that every server has.
+#: Routes that act on everybody's requests: they exist with `--admin` or `--api-key`. They are not in the OpenAPI
+#: document, which describes the routes that every server has.
 admin_router = APIRouter(include_in_schema=False)
 
 

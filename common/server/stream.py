@@ -1,4 +1,4 @@
-"""Answers that come in pieces: event streams, and clients that leave. Unread bytes are in `backlogs`.
+"""Answers that are sent in pieces (streams), and clients that leave early. `backlogs` counts unread bytes.
 
 **A client that leaves.** `while_connected` stops the work on its answer. Then `close` in `routes.generate` calls
 `Answer.cancel`, which reaches `Engine.cancel` through the engine thread's inbox. When it plans its next step, the
@@ -13,7 +13,7 @@ so it writes these events when the stream begins (`StreamEnds`).
 engine, app ── "infer.stream_ends" ──> front of a cluster ──> client
 one process    whole events            another process
                ends: of each choice, and of the stream
-               ended: those that the events so far contain
+               ended: the ends among the events so far
 ```
 
 It is an ASGI extension. A server asks for it with `scope["extensions"][STREAM_ENDS] = {"error": ApiError}`, the

@@ -40,7 +40,7 @@ class Turn {
   }
 }
 
-/** Turns that know of each other, with the letter and the colour that the picture gives to their requests. */
+/** Turns, each of which continues those before it, with the letter and colour of their requests in the picture. */
 class Conversation {
   /** @param {number} number */
   constructor(number) {
@@ -48,7 +48,7 @@ class Conversation {
     /** @type {Turn[]} */
     this.turns = [];
     this.draft = "";
-    this.started = false; /* by the button for several at once, and not continued since */
+    this.started = false; /* whether the button for several at once began it, and nothing was sent in it since */
     /** @type {AbortController | null} aborting it ends the answer that is open */
     this.connection = null;
     this.request = ""; /* id of the latest request in the engine */
@@ -114,10 +114,10 @@ class Conversations {
     const chats = this.all.map(({ number, turns, draft, started }) => ({ number, turns, draft, started }));
     try {
       sessionStorage.setItem(SAVED, JSON.stringify({ chats, shown: this.shown.number, settings }));
-    } catch { /* no storage, or no room in it: a reload forgets */ }
+    } catch { /* no storage, or it is full: a reload starts without these conversations */ }
   }
 
-  /** Take what was saved. Answers that were open are broken off. @returns {Record<string, string>} the settings */
+  /** Load what `save` stored. Answers that were open then are marked as broken off. @returns {Record<string, string>} the settings */
   restore() {
     try {
       const { chats, shown, settings } = JSON.parse(sessionStorage.getItem(SAVED) ?? "");

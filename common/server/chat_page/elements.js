@@ -14,7 +14,7 @@ function make(tag, look, ...children) {
   return made;
 }
 
-/** Write only a text that has changed, or a screen reader would say it again. @param {Element} place @param {string} text */
+/** Write a text only if it has changed, or a screen reader would say it again. @param {Element} place @param {string} text */
 function write(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }

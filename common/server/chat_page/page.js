@@ -73,7 +73,7 @@
     });
   }
 
-  /** @param {Conversation} chat its entry in the list */
+  /** Create a conversation's entry in the list. @param {Conversation} chat */
   function newEntry(chat) {
     const button = make("button", "", make("b", `badge ${chat.hue}`, chat.label), make("span", "name"), make("span", "state"));
     button.setAttribute("type", "button");
@@ -85,7 +85,7 @@
     return entry;
   }
 
-  /** @param {Conversation} chat @returns {string} the end of the answer that is written, or the figures of the last */
+  /** @param {Conversation} chat @returns {string} the end of the open answer, or the last answer's figures */
   function stateOf(chat) {
     const turn = chat.turns.at(-1);
     if (!turn) return WORDS.unsaid;
@@ -93,7 +93,7 @@
     return turn.tokens ? WORDS.pace(turn) : turn.end;
   }
 
-  /** Who has which seat, for a narrow page, where picture and chat are not beside each other. */
+  /** Draw the requests in their seats, for a narrow page, where picture and chat are not beside each other. */
   function drawStrip() {
     const strip = element("strip"), panel = viewer?.panels[0], frame = panel?.trace.frames.at(-1);
     strip.hidden = !frame;
@@ -163,7 +163,7 @@
     send([chat], asked);
     prompt.focus();
   });
-  document.addEventListener("invalid", () => { /* or the browser's message has no place */
+  document.addEventListener("invalid", () => { /* otherwise the browser's message has no place */
     element("talk-head").querySelector("details").open = true;
   }, true);
   prompt.addEventListener("keydown", event => {
@@ -246,7 +246,7 @@
         await watch(viewer, tell);
         tell(WORDS.viewEnded);
       } catch (/** @type {any} */ error) {
-        tell(error.status === 401 ? "" : messageOf(error)); /* the field for the key says that it is wanted */
+        tell(error.status === 401 ? "" : messageOf(error)); /* the field for the key is shown instead */
       }
       if (element("keyed").hidden) await new Promise(resolve => setTimeout(resolve, 2000));
       else await new Promise(resolve => element("key").addEventListener("change", resolve, { once: true }));

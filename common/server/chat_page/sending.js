@@ -91,7 +91,7 @@ class Sender {
       body: JSON.stringify(body),
       signal,
     });
-    /* The engine's ids are made of the answer's, and that of the header: known before the first token is. */
+    /* The engine's request ids begin with the answer's id, and that ends with the header's: known before any token. */
     const id = `${this.chats ? "chatcmpl" : "cmpl"}-${response.headers.get("x-request-id")}`;
     several.forEach((chat, index) => {
       chat.request = `${id}-${index}`;

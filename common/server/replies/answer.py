@@ -31,7 +31,7 @@ T = TypeVar("T")
 #: millisecond. An answer with more entries is encoded in a thread.
 LARGE_ANSWER = 512
 
-#: Tokens at the end of a prompt that may spell the begin of a thought, and white space.
+#: Number of tokens at a prompt's end that are searched for the marker that opens a thought, and white space.
 THOUGHT_TOKENS = 8
 
 
@@ -43,7 +43,7 @@ class Prompt:
         token_ids: the prompt's token ids; empty if the answer is text only.
         echo: the text that its choices begin with; empty unless the request asks for it.
         is_scored: whether the engine has scored the prompt, or has failed to.
-        scores: log-probabilities of its tokens from the second on; None where none were asked for or it failed.
+        scores: log-probabilities of its tokens from the second on; None: not asked for, or scoring failed.
     """
 
     token_ids: Sequence[int] = ()
@@ -60,7 +60,7 @@ class Choice:
     """One choice of an answer as it grows.
 
     Attributes:
-        index: prompt × n + j.
+        index: its place among all choices: the prompt's number × n + j for a prompt's choice j.
         prompt: the prompt it continues, shared with its other choices.
         is_prompts_first: whether it is its prompt's first choice. Only this choice's request scores the prompt.
         text_length: characters of its outputs so far.
@@ -199,13 +199,13 @@ class Answer:
         return usage_of([choice for choice in self.choices if choice.is_prompts_first], self.choices)
 
     def cancel(self) -> None:
-        """Cancel the requests that are not finished. Harmless for the rest."""
+        """Cancel the requests of all choices. Does nothing for finished ones."""
         for stream in self.streams:
             stream.cancel()
 
 
 def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
-    """Return the token counts of `choices` together, with the prompts of `prompts`. Each must have an output."""
+    """Return summed counts: new tokens of `choices`, prompt tokens of `prompts`. All of them must have outputs."""
     first = [choice.latest for choice in prompts if choice.latest is not None]
     latest = [choice.latest for choice in choices if choice.latest is not None]
     assert (len(first), len(latest)) == (len(prompts), len(choices)), (
@@ -264,7 +264,7 @@ class WireFormat(ABC):
         """Return the events of one output of a choice. Call `choice.add` with the output before."""
 
     def lost(self, choice: Choice, failed: StepOutput) -> bytes:
-        """Return the events that end a choice whose process is lost, at whatever point. Changes nothing."""
+        """Return the events that end a choice at this point if its process is lost. Leaves the writer as it is."""
         return self.events(choice, failed)
 
     @abstractmethod
@@ -273,7 +273,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> Mapping[str, object]:
-        """Return the JSON answer, from all outputs of every choice."""
+        """Return the JSON answer, made of all outputs of every choice."""
 
 
 # ---------------------------------------------------------------------- from the engine's outputs to bytes
@@ -304,7 +304,7 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
     """Return the JSON answer once every choice has ended. A large one is made in a thread of `encoding`.
 
     Raises:
-        ApiError: a choice failed, and the answer with it.
+        ApiError: a choice failed, so the whole answer fails.
     """
     answer = wire.answer
     said: list[list[StepOutput]] = [[] for _ in answer.choices]
@@ -325,12 +325,12 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
 
 
 def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
-    """True if an output's events are too large for the event loop: it is a first one, and shows a long prompt."""
+    """True if an output's events are too large for the event loop: a choice's first, which show a long prompt."""
     return not answer.text_only and is_first(output) and _prompt_entries(answer, choice) > LARGE_ANSWER
 
 
 def _prompt_entries(answer: Answer, choice: Choice) -> int:
-    """Return how many entries a choice's first output has about its prompt."""
+    """Return the number of entries about the prompt (tokens, log-probabilities) in a choice's first output."""
     shown, tokens = answer.shown, len(choice.prompt.token_ids)
     named = [shown.prompt_logprobs, shown.logprobs if shown.echo else None]
     return tokens * (shown.token_ids + sum(1 + count for count in named if count is not None))
@@ -341,8 +341,8 @@ def _entries_per_token(output: StepOutput) -> int:
 
 
 async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of all streams as they come, with their stream's number. Close it if you stop early."""
-    if len(streams) == 1:  # the ordinary request: its items need neither a task nor a second queue
+    """Yield each stream's number and item, as items come. Close the generator if you stop early."""
+    if len(streams) == 1:  # the ordinary request: one stream needs neither a task nor a second queue
         async for only in streams[0]:
             yield 0, only
         return

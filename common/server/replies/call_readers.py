@@ -14,7 +14,7 @@ from common.server.replies.parts import PartsReader
 
 
 class End:
-    """Finds the end of an object, or of a call's arguments, in text that comes in pieces. Reads a character once.
+    """Finds the end of an object or of a call's arguments in text that comes in pieces. Reads each character once.
 
     Args:
         depth: number of brackets that are open already.
@@ -30,13 +30,13 @@ class End:
         self._in_python = in_python
         self._quotes = "\"'" if in_python else '"'
         self._openers, self._closers = ("{[(", "}])") if in_python else ("{[", "}]")
-        self._quote = ""  # that the string which is read began with
+        self._quote = ""  # opened the string that is being read; "": outside of strings
         self._escaped = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the closing bracket, or None if it has not come. `text[:start]` is searched.
+        """Return the index after the closing bracket; None if it has not come. `text[:start]` was searched before.
 
-        JSON has no `<` outside of strings: an object that reaches one ends there.
+        JSON has no `<` outside of strings, so an object ends before one.
         """
         for at in range(start, len(text)):
             character = text[at]
@@ -62,7 +62,7 @@ class End:
 
 # ---------------------------------------------------------------------- calls written as JSON
 
-#: The begin of a call whose name comes first: its arguments can be streamed.
+#: The beginning of a call whose name comes first, so that its arguments can be streamed.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -78,7 +78,7 @@ class _JsonReader(PartsReader):
         self._searched = 0
 
     def _open(self) -> bool:
-        """Text before the opener, if the opener has come."""
+        """State of answer text: look for the opener of a call."""
         text, opener, rest = self._held.partition(self.opener)
         if opener:
             self._say(text.rstrip())
@@ -94,11 +94,11 @@ class _JsonReader(PartsReader):
         self._state = self._object
 
     def _object(self) -> bool:
-        """A JSON object, of which too little has come to tell what it is."""
+        """State in a JSON object that may be a call: wait for its name, or for its end."""
         text = self._held.lstrip()
         self._before += self._held[: len(self._held) - len(text)]
         self._held = text
-        # The head ends where an object begins. Only a piece with one is worth a search.
+        # The head ends before a `{`, so it is searched for only if one has come since the last search.
         head = _HEAD.match(self._held) if self._held.find("{", max(1, self._searched)) > 0 else None
         if head is not None and _loaded(head[1]) in self._names:
             self._begin_call(_loaded(head[1]))
@@ -123,7 +123,7 @@ class _JsonReader(PartsReader):
         return True
 
     def _call_of(self, value: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return name and arguments of a call; None if `value` is no call of a tool."""
+        """Return name and arguments of a call; None if `value` is not a call of one of the tools."""
         if not isinstance(value, dict) or value.get("name") not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters"))
@@ -144,7 +144,7 @@ class _JsonReader(PartsReader):
         return True
 
     def _rest(self) -> bool:
-        """State after a call's arguments: drop the text up to the end of the call's object, which nobody needs."""
+        """State after a call's arguments: drop the text up to the end of the call's object."""
         end = self._end.find(self._held)
         self._held = "" if end is None else self._held[end:]
         if end is None:
@@ -153,7 +153,7 @@ class _JsonReader(PartsReader):
         return True
 
     def _close(self) -> bool:
-        """State behind a call's object."""
+        """State after a call's object."""
         raise NotImplementedError
 
 
@@ -167,7 +167,7 @@ class HermesReader(_JsonReader):
         return self._open()
 
     def _close(self) -> bool:
-        """Skip text up to the closing marker, and the marker. Returns False if it has not come."""
+        """Skip the text before the next marker, and a closing marker, too. Returns False if none has come."""
         at = [found for marker in HERMES_MARKERS if (found := self._held.find(marker)) >= 0]
         if not at:
             _, self._held = self._split(*HERMES_MARKERS)
@@ -178,7 +178,7 @@ class HermesReader(_JsonReader):
 
 
 class LlamaReader(_JsonReader):
-    """Reads `{"name": …, "parameters": …}` at the begin of an answer, or behind `<|python_tag|>` anywhere.
+    """Reads `{"name": …, "parameters": …}` at the beginning of an answer, or after `<|python_tag|>` anywhere.
 
     Several calls are separated by semicolons.
     """
@@ -207,7 +207,7 @@ class LlamaReader(_JsonReader):
 
 
 def _loaded(text: str) -> Any:
-    """Return the value of a JSON text; None if it is none."""
+    """Return the value of a JSON text; None if the text is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -218,16 +218,16 @@ def _loaded(text: str) -> Any:
 
 
 class PythonReader(PartsReader):
-    """Reads `[f(a=1), g(b="x")]`, or the same behind ```` ```tool_code ````, at the begin of an answer.
+    """Reads `[f(a=1), g(b="x")]`, or the same after ```` ```tool_code ````, at the beginning of an answer.
 
-    A call is read when all of it has come. Values are Python's literals or JSON.
+    A call is read once all of it has come. Values are Python literals or JSON.
     """
 
     _FENCE: ClassVar[str] = "```tool_code"
     _OPENER: ClassVar[re.Pattern[str]] = re.compile(rf"\s*(?:{_FENCE}\s*\[?|\[)\s*")
     _NAME: ClassVar[re.Pattern[str]] = re.compile(r"([\w.-]+)\s*\(")
 
-    _called: str  # the name of the call whose arguments are read
+    _called: str  # the name of the call whose arguments are being read
     _end: End
     _searched: int
 
@@ -247,7 +247,7 @@ class PythonReader(PartsReader):
         return False
 
     def _name(self, begin: int) -> bool:
-        """Look for a tool's name and a bracket behind the separator `self._held[:begin]`."""
+        """Look for a tool's name and a bracket after the separator `self._held[:begin]`."""
         name = self._NAME.match(self._held, begin)
         if name is not None and name[1] in self._names:
             self._before, self._held = self._held[: name.end()], self._held[name.end() :]
@@ -260,7 +260,7 @@ class PythonReader(PartsReader):
         return True
 
     def _call(self) -> bool:
-        """Arguments, behind the opening bracket."""
+        """State after a call's opening bracket: read the arguments."""
         end = self._end.find(self._held, self._searched)
         self._searched = len(self._held)
         if end is None and not self._final:
@@ -275,7 +275,7 @@ class PythonReader(PartsReader):
         return True
 
     def _values(self, end: int) -> dict[str, Any] | None:
-        """Return the values of the arguments `self._held[:end]` by name; None if one is of another form."""
+        """Return the values of the arguments `self._held[:end]` by name; None if an argument has another form."""
         cuts = [-1, *self._end.commas, end]
         arguments = [self._held[begin + 1 : at] for begin, at in itertools.pairwise(cuts)]
         return _named_values([each for each in arguments if each.strip()])
@@ -294,7 +294,7 @@ class PythonReader(PartsReader):
 
 
 def _named_values(arguments: list[str]) -> dict[str, Any] | None:
-    """Return the values of `name=value` and `**{"name": value}` by name; None if one is of another form."""
+    """Return the values of `name=value` and `**{"name": value}` by name; None if an argument has another form."""
     values: dict[str, Any] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
@@ -316,7 +316,7 @@ def _value(text: str) -> Any:
     """Return the value of a JSON text or a Python literal.
 
     Raises:
-        ValueError, SyntaxError: it is neither, or a literal that JSON cannot hold.
+        ValueError, SyntaxError: the text is neither, or is a literal that JSON cannot hold.
     """
     try:
         return json.loads(text)

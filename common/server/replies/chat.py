@@ -48,7 +48,7 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
         shown = answer_tokens(self.answer, [output])
         logprobs = chat_logprobs(self.answer.tokenizer, [output])
         deltas = _deltas(choice, output)
-        # Text that is held back needs no chunk. The output's token does, if it is shown, and so does an end.
+        # Text that is held back needs no chunk. A token that is shown needs one, and so does a choice's end.
         if not deltas and (shown or logprobs or output.finished):
             deltas.append({})
         for number, delta in enumerate(deltas, 1):
@@ -147,7 +147,7 @@ def _message(choice: Choice, said: Sequence[StepOutput]) -> AssistantMessage:
 
 
 def _chat_reason(choice: Choice, reason: FinishReason) -> ChatReason:
-    """Return OpenAI's word for the end of a choice whose text has been read."""
+    """Return OpenAI's finish reason of a choice. Call this after the choice's reader has read all text."""
     reader = choice.reader
     word = OPENAI_FINISH_REASONS[reason]
     return "tool_calls" if word == "stop" and reader is not None and reader.has_called else word

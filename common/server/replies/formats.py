@@ -117,7 +117,7 @@ def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, o
     Args:
         answer: the choice's answer.
         output: the choice's last output.
-        empty_choice: the choice without text, which says whose error it is if the answer has several choices.
+        empty_choice: the choice without text, which names the failed choice if the answer has several.
     """
     assert output.error is not None, "an output that finishes has a reason or an error"
     data: ErrorEvent = {"error": from_exception(output.error).body()["error"]}

@@ -43,7 +43,7 @@ class ReasoningPart:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """The begin of a tool call. `index` counts the calls of a choice from 0."""
+    """The beginning of a tool call. `index` counts the calls of a choice from 0."""
 
     index: int
     id: str
@@ -64,8 +64,8 @@ Part = TextPart | ReasoningPart | CallPart | ArgumentsPart
 class PartsReader:
     """Reads the text of one choice: thoughts, then the answer. Subclasses find calls in it (`call_readers`).
 
-    The reader is a state machine. A state is a method that takes from the held text what it can. It returns whether
-    the next state, which it has set, may take more.
+    The reader is a state machine. A state is a method that consumes as much of the held text as it can, and may
+    set the next state. It returns True if the reader should go on at once with the state that is set.
 
     Args:
         thinks: the answer may begin with `<think>`.
@@ -76,7 +76,7 @@ class PartsReader:
         calls: number of calls so far.
         in_call: True inside a call whose end has not come.
         thinks: the model may think, whether this answer does or not.
-        thoughts: number of deltas up to the end of the thoughts, markers included. They come first.
+        thoughts: number of deltas up to the end of the thoughts, markers included. Thoughts come first.
     """
 
     def __init__(self, *, thinks: bool = False, thinking: bool = False, names: Collection[str] = ()) -> None:
@@ -87,7 +87,7 @@ class PartsReader:
         self._deltas = 0
         self._names = frozenset(names)
         self._held = ""
-        self._before = ""  # of what may be a call; text if it is none
+        self._before = ""  # beginning of a possible call; answer text if it turns out not to be one
         self._behind_call = False
         self._parts: list[Part] = []
         self._final = False
@@ -102,7 +102,7 @@ class PartsReader:
 
     @property
     def has_called(self) -> bool:
-        """True behind one call or several, all complete."""
+        """True if the answer has calls and all of them are complete."""
         return self.calls > 0 and not self.in_call
 
     def add(self, delta: str) -> list[Part]:
@@ -165,7 +165,7 @@ class PartsReader:
         return False
 
     def _say(self, text: str) -> None:
-        """Add answer text. White space behind a call is left out."""
+        """Add answer text. White space after a call is left out."""
         if self._behind_call:
             text = text.lstrip()
         if text:
@@ -173,7 +173,7 @@ class PartsReader:
             self._behind_call = False
 
     def _split(self, *markers: str) -> tuple[str, str]:
-        """Split the held text where a marker, or white space before it, may begin; nowhere in `finish`."""
+        """Split the held text before a possible marker, and white space before it. `finish` holds nothing back."""
         text = self._held
         if self._final:
             return text, ""

@@ -37,10 +37,10 @@ from common.server.replies.response_shapes import (
 from common.server.replies.shapes import ChatTokenLogprobs, event
 from common.server.requests.responses import ResponsesRequest
 
-#: Number of the first event of an end that is written ahead: no event before it has so high a number.
+#: `sequence_number` of the first event that `lost` returns. It is higher than that of any event sent before.
 AFTER_ALL = 2**31
 
-#: The middle of the names of the events that an item grows by, for each type of item.
+#: The middle of the names of an item's `delta` and `done` events, for each type of item.
 GROWS_BY = {
     "message": "output_text",
     "reasoning": "reasoning_text",
@@ -89,7 +89,7 @@ class ResponseEvents(WireFormat):
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
         (choice,), (outputs,) = self.answer.choices, said
         events = [each for output in outputs for each in self._events(choice, output)]
-        # A stream has log-probabilities beside the pieces only: its last events repeat the text four times.
+        # In a stream only the pieces have log-probabilities, since its last events repeat the text four times.
         for each in events:
             for entry in each.get("logprobs", ()):
                 self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
@@ -102,7 +102,7 @@ class ResponseEvents(WireFormat):
         return {"type": name, "sequence_number": number, **fields}  # type: ignore[typeddict-item]
 
     def _events(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
-        """Yield the events of one output. Use each before the next: the items in them grow."""
+        """Yield the events of one output. Encode each before you take the next: they share items, which grow."""
         if output.error is not None:
             yield from self._failure(output.error)
             return
@@ -194,7 +194,7 @@ class ResponseEvents(WireFormat):
     def _failure(self, error: Exception) -> Iterator[ResponseEvent]:
         yield from self._finish("incomplete")
         failure = from_exception(error)
-        # OpenAI documents the three fields, and sends the object, which makes its libraries raise an exception.
+        # OpenAI documents these three fields, but sends the object, which makes its libraries raise an exception.
         told = {"code": failure.code, "message": failure.message, "param": failure.param}
         yield self._event("error", **told, **failure.body())
         response = self._response("failed")

@@ -69,7 +69,7 @@ class Header(Origin):
 
 
 class AnswerOrigin(Origin, closed=True):
-    """These fields alone, which each object of an answer repeats."""
+    """The fields of `Origin`, and no others: each object of an answer repeats them."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -140,7 +140,7 @@ class PromptTokens(TypedDict):
 
 
 class ShownTokens(AnswerTokens, PromptTokens):
-    """Both, in a choice of a completion. Chat has the fields about the prompt beside its choices."""
+    """A completion's choice has both kinds of fields. Chat has the fields about the prompt beside its choices."""
 
 
 class CompletionChoice(ShownTokens):

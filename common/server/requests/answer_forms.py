@@ -47,7 +47,7 @@ class ResponseFormat(BaseModel):
         return ("response_format", Grammar.json_object()) if self.type == "json_object" else None
 
     def check(self) -> None:
-        """Refuse a type without its schema, and a schema without its type. Raises ApiError."""
+        """Raise ApiError for a type without its schema, or a schema without its type."""
         if (self.type == "json_schema") is not (self.json_schema is not None):
             raise refused(
                 "response_format", "json_schema and type 'json_schema' go together; send both or neither"
@@ -85,7 +85,7 @@ class StructuredOutputs(VllmStructuredFields):
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
     def check(self) -> None:
-        """Refuse no form, and several. Raises ApiError."""
+        """Raise ApiError unless exactly one form is given."""
         if len(self._given) != 1:
             raise refused(
                 "structured_outputs", f"send one of json, regex, choice, grammar, not {len(self._given)}"

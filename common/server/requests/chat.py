@@ -44,7 +44,7 @@ class TemplateOptions(TemplateFields):
 
     @property
     def effort(self) -> ReasoningEffort | None:
-        """How much the model is to reason, a variable of some templates; None: as the template has it."""
+        """How much the model is to reason, a variable of some templates; None: the template's default."""
         return None
 
     @cached_property
@@ -53,7 +53,7 @@ class TemplateOptions(TemplateFields):
         return functions_of(self.tools or ())
 
     def render(self, messages: Sequence[ChatMessage], dialect: Dialect, functions: Sequence[Function]) -> str:
-        """Return the text that the model reads. It is told of `functions`.
+        """Return the conversation as the text that the model reads, with descriptions of `functions`.
 
         Raises:
             InvalidRequestError: the model has no template, or its template does not take these messages or the

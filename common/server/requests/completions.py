@@ -26,7 +26,7 @@ _LIST_FORMS: dict[type, str] = {
 
 
 def _prompt_form(prompt: Any) -> str | None:
-    """Return the tag of the type to validate a prompt as. Trying all types would make an error a token and type."""
+    """Return the tag of a prompt's type, or None. Without tags, pydantic would report each token once per type."""
     if type(prompt) is str:
         return "as text"
     if type(prompt) is not list:

@@ -1,6 +1,6 @@
 """Fields that take values of several forms. The form of a value decides which type it is validated as.
 
-pydantic would try all types, and an error would then name each of them.
+Otherwise pydantic would try all types, and an error would name each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Other(BaseModel):
 
 
 def by_type(forms: Mapping[type, str], error: str, expected: str) -> Discriminator:
-    """Tag a value by its Python type.
+    """Return a discriminator that tags a value by its Python type.
 
     Args:
         forms: the tag of each type.
@@ -36,12 +36,12 @@ def by_type(forms: Mapping[type, str], error: str, expected: str) -> Discriminat
 
 
 def by_kind(known: Mapping[str, str], default: str | None = None) -> Discriminator:
-    """Choose by the field `type` of an object. Without one it has the type `default`.
+    """Return a discriminator that tags an object by its field `type`.
 
     Args:
-        known: the tag of each type. Another type's tag is "as another". The first tag is also taken for a value
-            that has no type, whose errors are then those of that form.
-        default: the type of an object without one.
+        known: the tag of each type; other types have the tag "as another". A value without a type gets the first
+            tag, so its errors are those of the first type.
+        default: the type of an object without the field.
     """
 
     def form(value: Any) -> str:
@@ -52,11 +52,11 @@ def by_kind(known: Mapping[str, str], default: str | None = None) -> Discriminat
 
 
 def refuse_other(name: str, value: object, rule: str) -> None:
-    """Refuse a value of another type.
+    """Refuse a value of a type that is not implemented (`Other`).
 
     Args:
         name: the value's place in the body.
-        value: a checked value.
+        value: a validated value.
         rule: the values that are taken instead.
 
     Raises:
@@ -73,7 +73,7 @@ def refuse_other_parts(name: str, content: Any, rule: str) -> None:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a checked content, which is a text, parts, or None. Parts stand on lines of their own."""
+    """Return the text of a validated content: a text, parts (a line each), or None (no text)."""
     return (
         content or "" if content is None or isinstance(content, str) else "\n".join(p.text for p in content)
     )

@@ -47,7 +47,7 @@ class Shown:
     token ids).
 
     Attributes:
-        echo: the prompt comes first.
+        echo: the text begins with the prompt.
         logprobs: number of the most likely tokens beside an echoed token; None: no log-probabilities.
         prompt_logprobs: the same for each prompt token in the field `prompt_logprobs`.
         token_ids: the token ids of prompt and answer are shown.

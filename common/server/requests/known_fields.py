@@ -39,7 +39,7 @@ class Neutral:
         instead = f"send {neutral} or null, or leave it out" if neutral else "send null, or leave it out"
         scalar = isinstance(value, str | int | float)
         shown = f"{shorten(json.dumps(value), 40)} is refused: " if scalar else ""
-        # As a variable: the text itself may have braces.
+        # Passed as a variable, since the text itself may have braces.
         message = {"message": f"{shown}{self.reason}; {instead}"}
         raise PydanticCustomError(NOT_IMPLEMENTED, "{message}", message)
 
@@ -55,7 +55,7 @@ class Neutral:
 
 
 def _same_json(value: Any, neutral: Any) -> bool:
-    """True if both are the same JSON value. Python holds 0 and false, 1 and true for equal; JSON does not."""
+    """True if both are the same JSON value. In Python 0 equals False and 1 equals True; in JSON they differ."""
     return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
 
 

@@ -77,7 +77,7 @@ class ChatMessage(OpenAIMessageFields):
         return [call.as_call() for call in self.tool_calls or ()]
 
     def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
-        """Return the message as a chat template reads it. `called` has the function of each earlier call, by id."""
+        """Return the message as a chat template reads it. `called` maps earlier calls' ids to function names."""
         name = self.name
         if self.role == "tool" and name is None:
             name = called.get(self.tool_call_id or "")
@@ -91,7 +91,7 @@ class ChatMessage(OpenAIMessageFields):
         return message | {field: value for field, value in given.items() if value is not None}
 
     def check(self, name: str) -> None:
-        """Refuse calls in other messages than an assistant's, and parts that are not text. `name` is the message's
+        """Refuse fields that do not fit the message's role, and parts that are not text. `name` is the message's
         place in the body.
 
         Raises:

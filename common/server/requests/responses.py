@@ -82,7 +82,7 @@ class AllowedTools(BaseModel):
 
     @property
     def allowed_tools(self) -> AllowedTools:
-        """The fields, which chat has in an envelope."""
+        """The object itself. Chat requests nest it in another object."""
         return self
 
 
@@ -198,7 +198,7 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
 
         Args:
             temperature: the temperature in effect.
-            top_p: likewise.
+            top_p: the `top_p` in effect.
         """
         reasoning = self.reasoning or ReasoningOptions()
         choice: Any = self.tool_choice

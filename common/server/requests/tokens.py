@@ -32,7 +32,7 @@ class TokenizeRequest(Body, TemplateOptions):
         """Return the text to tokenize.
 
         Raises:
-            InvalidRequestError: there is no template for these messages.
+            InvalidRequestError: the model has no template, or its template does not take these messages.
         """
         if self.messages is not None:
             return self.render(self.messages, dialect, self.told_functions)

@@ -1,6 +1,6 @@
 """Fields that name tools: the functions, which of them may or must be called, and calls in earlier messages.
 
-Nothing here knows a body. Each body turns its fields into a `ToolUse` with `tool_use_of`.
+This module does not depend on the bodies. Each body turns its fields into a `ToolUse` with `tool_use_of`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ CHOICE = (
 
 
 def _choice_form(choice: Any) -> str | None:
-    """Return the tag of the type to validate a choice of tools as."""
+    """Return the tag of the type of a `tool_choice`; None: no type fits."""
     if isinstance(choice, dict):
         return "as allowed tools" if choice.get("type") == "allowed_tools" else "as a tool"
     return "as a word" if isinstance(choice, str) else None
@@ -128,7 +128,7 @@ def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
     """Return the functions of the field `tools`.
 
     Raises:
-        ApiError: 422, a tool is no function, two have the same name, or a schema is none of an object.
+        ApiError: 422, a tool is not a function, two have the same name, or a schema's type is not object.
     """
     functions: dict[str, Function] = {}
     for number, tool in enumerate(tools):
@@ -153,13 +153,13 @@ def tool_use_of(
     """Return the use of tools that a body asks for; None if no tool may be called.
 
     Args:
-        functions: all that the body has.
+        functions: all functions of the body.
         choice: whether functions may, must or must not be called; None: `auto`.
-        names: the functions among them that may be called; None: all.
+        names: names of the functions that may be called; None: all.
         parallel: several calls in one answer are allowed.
 
     Raises:
-        ApiError: 422, a name is no function's, or a call is required and there is no function.
+        ApiError: 422, no function has one of the names, or a call is required and there is no function.
     """
     for name in names or ():
         if all(name != function.name for function in functions):

@@ -2,12 +2,12 @@
 
 /** @typedef {[x: number, y: number, width: number, height: number, round: number]} Place */
 
-const MOST_IN_PLACE = 200; /* blocks: up to so many are all drawn, where they are; of more, only those in use */
+const MOST_IN_PLACE = 200; /* blocks: up to this number, all are drawn in their places; of more, only those in use */
 const MOST_DRAWN = 512; /* blocks; more would be too small to see */
-const BAR = 14; /* its height, in pixels */
+const BAR = 14; /* height of the bar, in pixels */
 let memoryPictures = 0;
 
-/** Who has which block. */
+/** Draws the blocks of memory, each with the requests that hold it. */
 class MemoryPicture {
   /** @param {HTMLElement} element @param {HTMLElement} heading @param {StepTrace} trace @param {StepViewer} viewer */
   constructor(element, heading, trace, viewer) {
@@ -22,7 +22,7 @@ class MemoryPicture {
   /** @param {Frame} frame @param {State} state */
   draw(frame, state) {
     const [blocks, size] = frame.memory;
-    /** @type {Map<number, [number, number][]>} who has a block, and how many columns of it */
+    /** @type {Map<number, [number, number][]>} by block: its requests, and the share of it that each has filled */
     const owners = new Map();
     for (const [number, , columns] of frame.running)
       (state.tables.get(number) ?? []).forEach((block, place) => {
@@ -76,7 +76,7 @@ class MemoryPicture {
   }
 
   /**
-   * A block, with a band for each who has it.
+   * A block, with a band for each request that holds it.
    * @param {Layer} layer @param {[number, number][]} held @param {Place} place
    */
   drawBlock(layer, held, [x, y, width, height, round]) {

@@ -46,7 +46,7 @@ class StepPanel {
     return found ? Number(found.getAttribute("data-r")) : null;
   }
 
-  /** In pixels, alike for all panels of a viewer; made up while they are hidden. */
+  /** In pixels, the same for all panels of a viewer; a guess while they are hidden. */
   get width() {
     return this.element.clientWidth || 320;
   }
@@ -68,7 +68,7 @@ class StepPanel {
     this.about.innerHTML = this.describeHot(frame, state);
   }
 
-  /** The sentence for those who hear the page. */
+  /** The sentence for a screen reader. */
   words() {
     if (this.index < 0) return "no step yet";
     const frame = this.trace.frames[this.index];
@@ -86,7 +86,7 @@ class StepPanel {
     const shown = new Set([...rows.map(row => row[0]), ...frame.waiting[1]]);
     for (const [number, chip] of this.chips)
       if (!shown.has(number)) {
-        if (document.activeElement === chip) this.viewer.element.focus(); /* or its keys would be lost */
+        if (document.activeElement === chip) this.viewer.element.focus(); /* otherwise its key presses would be lost */
         chip.remove();
         this.chips.delete(number);
       }
@@ -103,7 +103,7 @@ class StepPanel {
     this.chipBox.toggleAttribute("data-more", frame.waiting[0] > frame.waiting[1].length);
   }
 
-  /** @param {number} number @param {string} words @param {number} share of what it may become */
+  /** @param {number} number @param {string} words @param {number} share of its longest possible length */
   chip(number, words, share) {
     let chip = this.chips.get(number);
     if (!chip) {
@@ -113,7 +113,7 @@ class StepPanel {
       for (const tag of ["b", "span", "i"]) chip.append(document.createElement(tag));
       this.chips.set(number, chip);
     }
-    chip.className = `sv-chip ${this.trace.hue(number)}`; /* a mark may come after its request */
+    chip.className = `sv-chip ${this.trace.hue(number)}`; /* the page may mark a request after its chip was made */
     chip.children[0].textContent = this.trace.label(number);
     chip.children[1].textContent = words;
     chip.classList.toggle("sv-waits", words === "waits");

@@ -3,7 +3,7 @@
 const LABEL = 58, COLUMN = 22, ROW = 22, AXIS = 20, BARS = 24, EDGE = 1.5;
 let seatsPictures = 0;
 
-/** Who holds which seat, step after step, and what was computed for them. */
+/** Draws the request in each seat, step after step, and the work that was computed for it. */
 class SeatsPicture {
   /** @param {HTMLElement} element @param {StepTrace} trace @param {StepViewer} viewer */
   constructor(element, trace, viewer) {
@@ -11,7 +11,7 @@ class SeatsPicture {
     this.trace = trace;
     this.viewer = viewer;
     this.id = `sv-seats${++seatsPictures}`;
-    this.scroll = 0; /* pixels that have gone out on the left */
+    this.scroll = 0; /* pixels that are scrolled out on the left */
     element.addEventListener("click", event => this.jump(event));
   }
 
@@ -22,7 +22,7 @@ class SeatsPicture {
     if (x > 0 && index >= 0) this.viewer.goToTime(this.trace.frames[index].start);
   }
 
-  /* Where a step is on the axis: by its time, or each as wide as the next. */
+  /* A step's place on the axis: by its time, or all steps equally wide. */
 
   /** @param {number} index */
   left(index) {
@@ -36,7 +36,7 @@ class SeatsPicture {
     return this.left(index) + (scale ? this.trace.frames[index].took * scale : COLUMN);
   }
 
-  /** @param {number} now the step that is shown @param {string} words what is to be seen, for those who hear it */
+  /** @param {number} now the step that is shown @param {string} words the picture's text for screen readers */
   draw(now, words) {
     const { frames, header } = this.trace, { width } = this.viewer, view = width - LABEL;
     const bars = this.viewer.scale ? 0 : BARS, top = AXIS + bars;
@@ -85,7 +85,7 @@ class SeatsPicture {
     const frame = this.trace.frames[index];
     const x = LABEL + this.left(index) - this.scroll, width = this.right(index) - this.left(index);
     const middle = x + width / 2, below = top + this.trace.header.seats * ROW;
-    const fifth = (index + this.trace.forgotten) % 5 === 0; /* what is longer than a letter stands there */
+    const fifth = (index + this.trace.forgotten) % 5 === 0; /* labels longer than a letter are drawn only there */
     const waiting = String(frame.waiting[0]);
     for (const row of frame.running)
       this.drawCell(layer, row, frame, x, width, top + row[1] * ROW, fifth || index === now);
@@ -117,12 +117,12 @@ class SeatsPicture {
 
   /**
    * @param {Layer} layer @param {Row} row @param {Frame} frame @param {number} x @param {number} width
-   * @param {number} y @param {boolean} marked whether a long name of one who decodes stands here, too
+   * @param {number} y @param {boolean} marked whether a long name is drawn even if its request decodes
    */
   drawCell(layer, row, frame, x, width, y, marked) {
     const [number, , , kind, start = 0, end = 0, padding = 0] = row;
     const inner = Math.max(width - EDGE, 1), height = ROW - 2 * EDGE;
-    const token = kind === "d" ? inner / (1 + start) : inner; /* then come its guesses: those that came true, others */
+    const token = kind === "d" ? inner / (1 + start) : inner; /* then come its guesses: first those that came true */
     const own = kind === "p" ? (inner * (end - start)) / (end - start + padding) : kind === "d" ? token * (1 + end) : inner;
     const look = { p: "sv-full sv-prompt", d: "sv-full", i: "sv-idle" }[kind] ?? "sv-held";
     layer.box(look, number, x, y + EDGE, own, height, 3);

@@ -32,8 +32,8 @@ function workOf(row, name) {
 }
 
 /**
- * Shapes of one look and one request become one path, and letters of one look one text: a picture of a thousand boxes
- * has a hundred elements.
+ * Joins boxes of one look and request into one path, and letters of one look into one text: a picture of a thousand
+ * boxes has a hundred elements.
  */
 class Layer {
   /** @param {StepTrace} trace @param {number | null} hot the request that stands out */
@@ -48,7 +48,7 @@ class Layer {
     this.others = [];
   }
 
-  /** @param {number | null} request whose it is @param {string} kind @returns {string} the attributes of its look */
+  /** @param {number | null} request that the shape belongs to @param {string} kind @returns {string} the attributes of its look */
   look(request, kind) {
     if (request === null) return `class="${kind}"`;
     const cold = this.hot !== null && this.hot !== request ? " sv-cold" : "";

@@ -1,11 +1,12 @@
 /*
- * The viewer draws step traces: who waits, who holds a seat, what each step computed, and who has which block of
- * memory. The format is that of `common/step_trace.py`. Plain JavaScript and SVG, in parts that make one script:
+ * The viewer draws step traces: which requests wait and which have seats, what each step computed, and which request
+ * holds which block of memory. The format is that of `common/step_trace.py`. Plain JavaScript and SVG, in parts
+ * that make one script:
  *
  *   trace      frames as they come, tables as they were    panel     one trace: both pictures, and its requests
  *   shapes     boxes and letters, few elements for many    viewer    panels, and the controls that move them
- *   seats      who computes when                           .css      what it looks like, in light and in dark
- *   memory     who has which block
+ *   seats      requests in their seats, step by step       .css      colours and layout, light and dark
+ *   memory     requests and their blocks
  *
  *   new StepViewer(element).show([trace, …])                   recorded: one below or beside the other
  *   new StepViewer(element, { live: true }).begin(header)      running: frames come with `add(frame)`
@@ -29,7 +30,7 @@
 class StepTrace {
   /**
    * @param {Header} header @param {number} most frames that are remembered; older ones are forgotten
-   * @param {Map<string, Mark> | null} marks of requests, by id; null: nobody gives any
+   * @param {Map<string, Mark> | null} marks of requests, by id; null: the page gives none
    */
   constructor(header, most = Infinity, marks = null) {
     if (header.format !== "infer-steps" || header.version !== 1) throw new Error("not a step trace of version 1");
@@ -47,7 +48,7 @@ class StepTrace {
     this.state = { index: -1, tables: new Map(), kept: new Set() };
   }
 
-  /** @param {any} frame as it came; what it tells only when it changes is filled in */
+  /** Add a frame. Fills in fields that frames have only when they change. @param {any} frame */
   add(frame) {
     const last = this.frames.at(-1);
     if (!last && !frame.key) return;
@@ -82,7 +83,7 @@ class StepTrace {
     if (last && frame.step > last.step + 1) this.looks.add("gap");
   }
 
-  /** Forget the oldest frames, up to the next one that stands alone. */
+  /** Forget the oldest frames, up to the next key frame. */
   forget() {
     const key = this.frames.findIndex((frame, index) => index > 0 && frame.key);
     if (key < 0) return;

@@ -36,7 +36,7 @@ class StepViewer {
     /** @type {number[]} times at which a step of any panel begins */
     this.moments = [];
     this.moment = 0;
-    this.scale = 0; /* pixels a second; 0: every step is as wide as the next */
+    this.scale = 0; /* pixels a second; 0: all steps are equally wide */
     this.origin = 0;
     this.usual = 1; /* between two moments, in seconds */
     this.width = 0; /* of each panel's pictures, in pixels */
@@ -81,7 +81,7 @@ class StepViewer {
     });
     this.slider.addEventListener("input", () => this.goTo(Number(this.slider.value)));
     element.addEventListener("keydown", event => this.key(event));
-    new ResizeObserver(() => { /* pictures are as wide as it is, and it is as high as they are */
+    new ResizeObserver(() => { /* the pictures take their width from it, and it takes its height from them */
       if (this.panels.length && this.panels[0].width !== this.width) this.drawSoon();
     }).observe(this.box);
   }
@@ -179,17 +179,17 @@ class StepViewer {
     return Math.max(0, Math.min(here - view * 0.6, end - view));
   }
 
-  /* ---------------------------------------------------------------- where it stands */
+  /* ---------------------------------------------------------------- the step that is shown */
 
   draw() {
     if (!this.panels.length) return;
     const time = this.moments[this.moment] ?? -Infinity;
-    this.width = this.panels[0].width; /* read before anything is written, or the page is laid out once more */
+    this.width = this.panels[0].width; /* read before anything is written, or the browser lays out the page twice */
     for (const each of this.legend.children)
       /** @type {HTMLElement} */ (each).hidden = !this.panels.some(({ trace }) => trace.looks.has(each.getAttribute("data-look") ?? ""));
     for (const panel of this.panels) {
       const { frames } = panel.trace;
-      let low = 0, high = frames.length; /* the first step that begins later lies between */
+      let low = 0, high = frames.length; /* binary search for the first step that begins later */
       while (low < high) {
         const middle = (low + high) >> 1;
         if (frames[middle].start <= time) low = middle + 1;
