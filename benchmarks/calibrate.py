@@ -89,7 +89,7 @@ def calibrate(
         batch: sequences that the server computes together.
         measured_on: the server's label, for the report.
         load: the offered load, instead of the workload's own.
-        stall_timeout_s: give up when no token comes for so long.
+        stall_timeout_s: give up if no token comes for this many seconds.
         run: sends a plan; another one in tests.
 
     Raises:

@@ -1,6 +1,6 @@
 """The machine of a measurement: its parts, versions and revision, and the cores that other programs take.
 
-No names of hosts, users or folders.
+It contains no names of hosts, users or folders.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def cores_taken() -> float:
 
 
 def is_busy(taken: float) -> bool:
-    """Return whether so many busy cores would distort a measurement."""
+    """Return whether `taken` busy cores would distort a measurement."""
     return taken > BUSY_SHARE * cores()
 
 

@@ -55,7 +55,7 @@ def export(name: str, folder: Path, dtype: str = "auto") -> None:
     config = _config(checkpoint)
     model = load_model(checkpoint, device=CPU, dtype=resolved, max_positions=1)
     folder.mkdir(parents=True, exist_ok=True)
-    # Each is copied: safetensors refuses tensors that share memory, and several may be rows of one parameter.
+    # Tensors are copied: safetensors refuses tensors that share memory, such as rows of one parameter.
     tensors = {name: rows.clone() for name, rows in checkpoint_tensors(model).items()}
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
     config["dtype"] = str(resolved).removeprefix("torch.")

@@ -246,7 +246,7 @@ def _text(content: Packed) -> str:
 
 
 def _packed(each: Together) -> Packed:
-    """Return a comparison as its file has it: fields that are equal in all runs stand once."""
+    """Return a comparison as its file stores it: fields that are equal in all runs are stored once."""
     rows = [run.model_dump(mode="json", exclude={"requests", "engine_steps"}) for run in each.runs]
     shared = {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
     return {
@@ -276,7 +276,7 @@ TICKS = 10**DIGITS  # of a second: files store times as whole numbers of ticks
 
 
 def _columns(requests: Sequence[RequestRecord]) -> Packed:
-    """Return a list for each field of the requests. Times are in ticks; a token's counts from the token before."""
+    """Return a list for each field of the requests. Times are in ticks, times of tokens as differences."""
     found: Packed = {}
     for name in RequestRecord.model_fields:
         values = [getattr(record, name) for record in requests]

@@ -38,8 +38,8 @@ class LoadPlan:
         requests: in the order they are sent.
         warmup: sent first, together; not part of the result.
         sequential: send a request only when the one before has ended; send times are ignored.
-        stall_timeout_s: give up when no stream has brought a token for so long.
-        run_timeout_s: give up when the whole run takes so long.
+        stall_timeout_s: give up if no stream brings a token for this many seconds.
+        run_timeout_s: give up if the whole run takes longer than this.
     """
 
     endpoint: Endpoint
@@ -67,7 +67,7 @@ def run_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadRes
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_generate, args=(plan, writer), daemon=True)
     process.start()
-    writer.close()  # the process has its own: if it ends, nothing can be read
+    writer.close()  # only the process holds this end now: if it dies, `recv` raises EOFError
     try:
         while not isinstance(message := reader.recv(), LoadResult):
             on_progress(*message)
@@ -148,7 +148,7 @@ class _Run:
             except ValueError as error:
                 record.error = str(error)
                 return
-            planned = replace(turn, prompt=before + turn.prompt)  # type: ignore[operator]  # of one form, both
+            planned = replace(turn, prompt=before + turn.prompt)  # type: ignore[operator]  # both have one form
             answer = await self._send(planned, record)
 
     async def _one_after_the_other(self, pairs: list[tuple[PlannedRequest, RequestRecord]]) -> None:

@@ -34,7 +34,7 @@ class Measurement:
 
     Attributes:
         slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps, in seconds.
-        stall_timeout_s: a run ends when no stream has brought a token for so long.
+        stall_timeout_s: a run ends if no stream brings a token for this many seconds.
     """
 
     comparison: str

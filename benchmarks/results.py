@@ -143,7 +143,7 @@ class Percentiles(_Model):
 
 
 class Distribution(_Model):
-    """Latencies in a few points: how many of them are at or below each of `seconds`. The last point counts all."""
+    """Latencies reduced to points: for each of `seconds`, the number of latencies up to it. The last counts all."""
 
     seconds: list[float]
     counts: list[int]
@@ -332,7 +332,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 def is_complete(runs: Sequence[Run]) -> bool:
     """Return whether a comparison has all its runs, failed runs included.
 
-    A comparison that was stopped half-way lacks some: its medians would be of fewer repeats, or servers be missing.
+    A comparison that was stopped half-way lacks repeats, or all runs of some servers.
     """
     there = {(run.server.label, run.repeat) for run in runs}
     return all(

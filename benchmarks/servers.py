@@ -227,7 +227,7 @@ class RunningServer:
         Raises:
             StartupError: it ended, or did not answer in time. The message has the last lines that it printed.
         """
-        # stderr is read to its end all the time: a full pipe would stop the server in the middle of a run.
+        # A thread reads stderr all the time: a full pipe would block the server in the middle of a run.
         self._process = subprocess.Popen(
             self.target.command,
             env={**os.environ, **self.target.environment},

@@ -23,7 +23,7 @@ class MeasuredTable(BaseModel):
     """A measured table.
 
     Attributes:
-        name: the program's, and the file's.
+        name: name of the program and of the file.
         title: what the rows are about.
         setup: the conditions of the measurement, by name.
         columns: headings, with units.

@@ -87,7 +87,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest request possible, prompt and answer together."""
+        """Return the number of tokens of the longest possible request, prompt and answer together."""
         own = max(lengths.high for _, lengths in self.prompts)
         return self.shared_prefix + self.turns * (own + self.new_tokens.high)
 
@@ -141,7 +141,7 @@ class PlannedRequest:
 
 
 class Tokenizer(Protocol):
-    """The methods that prompts need of `common.text.Tokenizer`."""
+    """The methods of `common.text.Tokenizer` that prompts are made with."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

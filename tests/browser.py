@@ -1,6 +1,6 @@
-"""A page in Chromium that a test points at, types into and asks, by its DevTools protocol: no driver is needed.
+"""Drives a page in Chromium by the DevTools protocol, without a driver: points, types and evaluates scripts.
 
-Keys and the pointer are the browser's own events, as a person's would be.
+Keys and pointer moves are input events of the browser, like those of a person.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), N
 AXE = Path(__file__).resolve().parents[1] / ".clients/axe-core/node_modules/axe-core/axe.min.js"
 PHONE, DESKTOP = 375, 1280
 HEIGHT = 1000
-#: Run before a page's own scripts: it starts as on its first visit.
+#: Runs before a page's own scripts, so that the page starts as on its first visit.
 FORGET = "localStorage.clear(); sessionStorage.clear()"
 HANG_S = 60.0
 
-#: Of keys that are not letters: the codes that Chromium wants beside their names.
+#: The codes that Chromium needs beside the names of keys that are not letters.
 KEYS = {
     "ArrowLeft": 37,
     "ArrowRight": 39,
@@ -38,7 +38,7 @@ KEYS = {
     "Enter": 13,
     "Escape": 27,
 }
-TEXTS = {" ": " ", "Enter": "\r"}  # that keys write
+TEXTS = {" ": " ", "Enter": "\r"}  # the texts that keys write
 SHIFT = 8
 
 FLAGS = (
@@ -52,8 +52,8 @@ class Tab:
     """One page.
 
     Attributes:
-        errors: what the page's scripts have thrown, and what the browser has complained about.
-        requested: addresses that were asked for.
+        errors: exceptions of the page's scripts, and errors that the browser has logged.
+        requested: addresses that the page has requested.
     """
 
     def __init__(self, profile: Path) -> None:
@@ -81,7 +81,7 @@ class Tab:
         self.command("Performance.enable")
 
     def _address(self) -> str:
-        """Where Chromium says that it listens."""
+        """Return the address that Chromium prints when it listens."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if "DevTools listening on " in line:
@@ -119,7 +119,7 @@ class Tab:
     def open(
         self, url: str, *, width: int = DESKTOP, height: int = HEIGHT, dark: bool = False, still: bool = False
     ) -> None:
-        """Load a page, which remembers nothing. `still`: its reader wants less motion."""
+        """Load a page with empty storage. `still`: the reader prefers less motion."""
         self.command("Page.navigate", url="about:blank")
         self.until("location.href === 'about:blank'")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -138,19 +138,19 @@ class Tab:
         self.command("Page.removeScriptToEvaluateOnNewDocument", **forgetting)
 
     def reload(self) -> None:
-        """Load the page again, which remembers as it likes."""
+        """Load the page again. It keeps its storage."""
         self.ask("globalThis.isOld = true")
         self.command("Page.reload")
         self.until("document.readyState === 'complete' && !globalThis.isOld")
 
     def ask(self, script: str) -> Any:
-        """The value of an expression, or of the promise that it is."""
+        """Return the value of an expression. A promise is awaited."""
         answer = self.command("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
     def until(self, script: str) -> Any:
-        """Wait for an expression that is true, as all that a page does comes in its own time."""
+        """Evaluate an expression until it is true, and return its value."""
         deadline = time.monotonic() + HANG_S
         while not (value := self.ask(script)):
             assert time.monotonic() < deadline, f"it did not happen: {script}"
@@ -210,7 +210,7 @@ class Tab:
         return int(metrics["LayoutCount"])
 
     def violations(self, selector: str) -> list[str]:
-        """What axe-core finds fault with below an element: contrast, names, roles."""
+        """Return the violations that axe-core finds below an element: contrast, names, roles."""
         if not AXE.is_file():
             pytest.skip("no axe-core here: npm install --prefix .clients/axe-core axe-core@4")
         self.ask(AXE.read_text(encoding="utf-8") + ";0")
@@ -221,7 +221,7 @@ class Tab:
         return found
 
     def assert_well(self, home: str) -> None:
-        """No error so far, and nothing was asked of anybody but `home`."""
+        """Assert that the page had no error and has sent requests to `home` only."""
         self.ask("new Promise(resolve => requestAnimationFrame(resolve))")
         assert self.errors == []
         assert [each for each in self.requested if not each.startswith((home, "data:"))] == []
@@ -234,7 +234,7 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    """Chromium, for as long as a module wants it."""
+    """One Chromium for all tests of a module."""
     if CHROMIUM is None:
         pytest.skip("no chromium here")
     tab = Tab(tmp_path_factory.mktemp("profile"))

@@ -1,10 +1,10 @@
-"""What Triton would compile, counted on a machine that has no GPU.
+"""Counts the kernels that Triton would compile, on a machine that has no GPU.
 
-Triton looks a compiled kernel up by types, constants and properties of arguments (1, a multiple of 16), and asks
-its `jit_cache_hook` before it compiles one that is missing. The hook here notes the kernel and the key, and says
-that somebody else has compiled it, so nothing is compiled and nothing runs.
+Triton looks a compiled kernel up by types, constants and properties of arguments (1, a multiple of 16). Before it
+compiles a missing kernel, it calls `jit_cache_hook`. The hook here notes the kernel and the key, and returns that
+the kernel is compiled already, so nothing is compiled and nothing runs.
 
-For processes of their own: kernels must not have been decorated for the interpreter (`TRITON_INTERPRET=0`).
+Use it in a process of its own with `TRITON_INTERPRET=0`: kernels may not be decorated for the interpreter.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-Compilations = dict[str, set[str]]  # of each kernel, the keys it was looked up by
+Compilations = dict[str, set[str]]  # for each kernel, the keys of its lookups
 
 
 class AbsentGPU:
-    """As much of a driver as looking up a kernel takes."""
+    """The part of a driver that the lookup of a kernel needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 80, 32)
@@ -31,7 +31,7 @@ class AbsentGPU:
 
 
 def collect() -> Compilations:
-    """From now on launches do nothing but add to what is returned."""
+    """Make every later launch only add its key to the returned sets."""
     found: Compilations = {}
 
     def note(*, key: str, fn: Any, **others: Any) -> bool:

@@ -25,17 +25,17 @@ if not torch.cuda.is_available():
 # The models of most tests are so small that threads only wait for each other, and test workers share the cores.
 torch.set_num_threads(1)
 
-# What servers compute with, tests do, too. INFER_NATIVE_KERNELS=false runs them on the torch references, as a
-# machine without a compiler would; the servers that tests start read the same variable.
+# Tests compute with the native kernels, as servers do. With INFER_NATIVE_KERNELS=false they compute with torch, as
+# on a machine without a compiler; the servers that tests start read the same variable.
 if os.environ.get("INFER_NATIVE_KERNELS", "true").lower() not in ("false", "0"):
     native.load_native_kernels()
 
 
-# A shell that starts tests in the background lets them ignore Ctrl-C, and so would the servers that they interrupt.
+# A shell that starts tests in the background makes them ignore SIGINT. Servers would inherit this from the tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# `make test` hands its level and its ARGS to every make below it, and the makes that tests run must not see them.
+# `make test` passes its level and its ARGS to every make below it. The makes that tests run must not see them.
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS", "MODEL", "PHASE"):
     os.environ.pop(variable, None)
 
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def own_prompt(request: pytest.FixtureRequest) -> OwnPrompt:
-    """Draws a prompt of a number of token ids by the test's name: no other test's blocks are found for it."""
+    """Draws a prompt of a number of token ids by the test's name, so that it hits no blocks of other tests."""
     draw = random.Random(request.node.nodeid)
     return lambda tokens: [draw.randrange(50, 750) for _ in range(tokens)]
 
@@ -99,12 +99,12 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def llama() -> CausalLM:
     """A small Llama with random weights under which every token of the prompt matters."""
-    from tests.engine_helpers import tiny_model  # behind the settings above
+    from tests.engine_helpers import tiny_model  # after the settings above
 
     return tiny_model()
 
 
 @pytest.fixture
 def torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is computed where there are no native kernels."""
+    """Compute without native kernels, as on a machine that has none."""
     monkeypatch.setattr(native, "_loaded", False)

@@ -50,7 +50,7 @@ class Copies(TorchFunctionMode):
     Attributes:
         blocking: names of the calls that wait for the device.
         sent: number of copies that do not.
-        bytes: their sizes, together.
+        bytes: total size of the copies that do not wait.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Peak(TorchDispatchMode):
     """Measures the memory that the results of operators take on the device at once.
 
     Attributes:
-        bytes: the most so far.
+        bytes: the largest amount so far.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Kernel:
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
-    """Let the choice fall on Triton everywhere, and count launches instead of launching."""
+    """Make every module choose Triton, and count launches instead of launching."""
     k = kernels
     layers, runner = common.models.layers, phase9_pipelined.runner
     for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling, runner):
@@ -152,7 +152,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
 
 
 class MetaStream(Stream):
-    """Runs work at once, and work by rows in stand-ins of graphs. Results are read as zeros on the host."""
+    """Runs submitted work at once. Work by rows runs in stand-ins for graphs. Results on the host are zeros."""
 
     def __init__(self, sizes: Sequence[int] = ()) -> None:
         self.graphs = StandIns(sizes, to_device=lambda each: each.to(META, non_blocking=True))

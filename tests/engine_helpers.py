@@ -1,4 +1,4 @@
-"""Engines that tests can see through: a clock to turn, a tokenizer of single bytes, a model that only remembers."""
+"""Engines for tests: with a clock that the test sets, a tokenizer of single bytes, and a model without weights."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from tests.pools import CPU, SMALLEST, assert_consistent
 
 EOS = 256
 VOCAB = 300  # ids above EOS are the model's alone
-ALLERGEN = 299  # a pass with this token in it raises, or has NaN in it
+ALLERGEN = 299  # a pass with this token raises (`Allergic`), or computes NaN (`nan_model`)
 GREEDY = SamplingParams(temperature=0.0)
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that stands still until a test advances it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -56,7 +56,7 @@ class Clock:
 
 
 def byte_alphabet() -> list[str]:
-    """How byte-level tokenizers write each byte: printable Latin-1 as it is, the others from U+0100 on."""
+    """Return the character with which byte-level tokenizers write each byte: its own, or one from U+0100 on."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -67,7 +67,7 @@ def byte_alphabet() -> list[str]:
 
 
 def byte_tokenizer(merged: Sequence[bytes] = (), vocab_size: int = VOCAB) -> Tokenizer:
-    """A byte is its own id, 256 is the special `<eos>`, and `merged` are the ids after it (for decoding only)."""
+    """Return a tokenizer whose ids are bytes, then `<eos>` (256), then the texts in `merged` (only decoded)."""
     letters = byte_alphabet()
     vocab = {letter: byte for byte, letter in enumerate(letters)}
     vocab["<eos>"] = EOS
@@ -128,25 +128,25 @@ def windowed_model() -> CausalLM:
 
 
 def nan_model() -> CausalLM:
-    """A small Llama whose keys and values are NaN wherever `ALLERGEN` stands."""
+    """A small Llama whose keys and values are NaN at every `ALLERGEN`."""
     model = tiny_model()
     embedding = next(parameter for name, parameter in model.named_parameters() if "embed" in name)
     embedding.data[ALLERGEN] = math.nan
     return model
 
 
-# ---------------------------------------------------------------------- a model that only remembers
+# ---------------------------------------------------------------------- a model without weights
 
 
 def chained(token_ids: Sequence[int]) -> int:
-    """A next token that every token before it and its place decide; never `<eos>`."""
+    """Return the next token after a text, which depends on all tokens and their order. It is never `<eos>`."""
     return (sum((i + 1) * (t + 1) for i, t in enumerate(token_ids)) * 31 + 7) % 251
 
 
 def continuation(
     prompt: Sequence[int], count: int, rule: Callable[[Sequence[int]], int] = chained
 ) -> list[int]:
-    """What the rule makes of a prompt: `count` new tokens."""
+    """Return the `count` tokens with which the rule continues a prompt."""
     token_ids = list(prompt)
     for _ in range(count):
         token_ids.append(rule(token_ids))
@@ -171,10 +171,10 @@ class Call:
 
 @dataclass
 class RememberingModel:
-    """Writes token ids into the KV pool and nothing else, reads its sequence back from there, and applies a rule.
+    """A model without weights: writes token ids into the KV pool, reads each sequence back, and applies a rule.
 
-    A wrong address, a shared slot or a stale column changes what it reads, and so the tokens. The rule sees
-    prompt and generated tokens up to the sampled row.
+    A wrong address, a shared slot or a stale column changes the sequence that it reads, and so the tokens. The rule
+    gets the prompt and the generated tokens up to the sampled row, and returns the next token or its logits.
     """
 
     rule: Callable[[list[int]], int | Tensor] = chained
@@ -198,7 +198,7 @@ class RememberingModel:
             Call(layout.query_lengths, layout.kv_lengths, len(batch.token_ids), batch.logit_rows.tolist())
         )
         store = self.pool.k[0].view(-1)
-        store[view.layout.write_addresses] = batch.token_ids.float() + 1  # 0 is a column nobody wrote
+        store[view.layout.write_addresses] = batch.token_ids.float() + 1  # 0 marks an unwritten column
         held = (store.int() - 1).tolist()
         size, tables = layout.block_size, layout.block_table.tolist()
         sequences = [
@@ -213,7 +213,7 @@ class RememberingModel:
 
 
 class Allergic(RememberingModel):
-    """Raises when a pass holds the allergen."""
+    """Raises if a pass has the token `ALLERGEN`."""
 
     def __call__(self, batch: TokenBatch, view: KVView) -> Tensor:
         if (batch.token_ids == ALLERGEN).any():
@@ -227,7 +227,7 @@ class Allergic(RememberingModel):
 def build(
     phase: str, model: Any = None, *, clock: Callable[[], float] | None = None, **options: Any
 ) -> Engine:
-    """An engine of a phase (by its name or a part of it) around `model`, or around a model that only remembers."""
+    """Build the engine of a phase, given by its name or a part of it, with `model` or a `RememberingModel`."""
     package = find_phase(phase)
     model = model if model is not None else RememberingModel()
     defaults: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4}
@@ -250,7 +250,7 @@ def add(
     params: SamplingParams = GREEDY,
     request_id: str | None = None,
 ) -> Request:
-    """Queue a request; a text is its bytes."""
+    """Queue a request. Of a text, each byte is a token."""
     request = engine.create_request(prompt, params, request_id)
     assert engine.add_request(request)
     return request
@@ -261,7 +261,7 @@ def greedy(max_new_tokens: int, **values: Any) -> SamplingParams:
 
 
 def run(engine: Engine, limit: int = 2000) -> list[StepOutput]:
-    """Step until nothing is left to do: all outputs in order."""
+    """Step until the engine has no work. Returns all outputs in order."""
     outputs: list[StepOutput] = []
     for _ in range(limit):
         if not engine.has_work:
@@ -279,7 +279,7 @@ def text_of(outputs: Sequence[StepOutput], request: Request) -> str:
 
 
 def end_of(outputs: Sequence[StepOutput], request: Request) -> StepOutput:
-    """The request's one terminal output, which is its last."""
+    """Return the request's last output, which must be its only terminal one."""
     own = [o for o in outputs if o.request_id == request.request_id]
     assert [o.finished for o in own].count(True) == 1
     assert own[-1].finished
@@ -294,7 +294,7 @@ def solo(
     *,
     ends: Sequence[int] = (EOS,),
 ) -> list[int]:
-    """The tokens of `generate()`."""
+    """Return the tokens that `generate()` gives for a prompt."""
     request = Request("solo", list(prompt), params, frozenset(ends))
     if seed is not None:
         request.seed_generator(seed)
@@ -302,14 +302,14 @@ def solo(
 
 
 def llm_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """An LLM around an engine that is ready."""
+    """Return an `LLM` that uses an engine which is built already."""
     phase = engine.phase.slug
     monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
     return LLM("a ready model", phase=phase)
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that torch is asked for, each with its arguments."""
+    """Records the operators that torch dispatches, each with its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class Operators(TorchDispatchMode):
 
 
 def assert_answered(outputs: Sequence[StepOutput], requests: Sequence[Request], model: Any = None) -> None:
-    """Each request got the tokens that it would have got alone, each once and in order, and one end."""
+    """Assert that each request got the tokens that it gets alone, once and in order, and one terminal output."""
     for request in requests:
         own = [output for output in outputs if output.request_id == request.request_id]
         if model is None or isinstance(model, RememberingModel):
@@ -337,7 +337,7 @@ def assert_answered(outputs: Sequence[StepOutput], requests: Sequence[Request], 
 
 
 def assert_all_free(engine: Engine) -> None:
-    """No column is used or reserved, nobody waits or runs, and no leak had to be mended."""
+    """Assert that no column is used or reserved, no request waits or runs, and no slot had to be reclaimed."""
     pool = engine.runner.pool
     assert (pool.used_tokens, pool.reserved_tokens) == (0, 0)
     assert engine.scheduler.active == []
@@ -346,7 +346,7 @@ def assert_all_free(engine: Engine) -> None:
 
 
 def assert_served(engine: Engine, requests: Sequence[Request], outputs: Sequence[StepOutput] = ()) -> None:
-    """Run an engine to its end. `outputs` came before. Each request is answered, and all memory is free."""
+    """Run an engine until it is idle. All requests must be answered (`outputs` came before), all memory free."""
     assert_answered([*outputs, *run(engine)], requests, engine.runner.model)
     assert_all_free(engine)
 
@@ -366,7 +366,7 @@ class Variant:
 
     @classmethod
     def of(cls, phase: str, **options: Any) -> Variant:
-        """Return a phase with the options that it knows."""
+        """Return a phase with those of the options that the phase has."""
         known = find_phase(phase).Config.model_fields
         return cls(phase, {name: value for name, value in options.items() if name in known})
 
@@ -390,7 +390,7 @@ def ids(requests: Sequence[Request]) -> list[str]:
 
 
 def make_room(scheduler: Scheduler, pool: KVPool) -> None:
-    """Make room in memory as an engine does before it admits (`Scheduler.make_room`)."""
+    """Preempt requests as an engine does before it admits (`Scheduler.make_room`), and release their memory."""
     while preempted := scheduler.make_room(pool):
         for each in preempted:
             pool.release(each)
@@ -408,7 +408,7 @@ class Bench:
         self._arrivals = itertools.count()
 
     def request(self, prompt: int, new: int = 64, **fields: Any) -> Request:
-        """Return the next request of r0, r1, …, with a prompt of so many tokens."""
+        """Return the next request of r0, r1, …, with `prompt` prompt tokens and up to `new` new ones."""
         arrival = next(self._arrivals)
         request = Request(f"r{arrival}", [1] * prompt, greedy(new), **fields)
         request.arrival = arrival
@@ -421,7 +421,7 @@ class Bench:
         return requests
 
     def hold(self, tokens: int) -> Request:
-        """Return a request that decodes and has memory for so many tokens."""
+        """Return a request that decodes and holds memory for `tokens` tokens."""
         (holder,) = self.add(tokens)
         assert self.pool.reserve(holder, tokens)
         self.scheduler.waiting.remove(holder)
@@ -480,7 +480,7 @@ class Bench:
 
 
 def the_refusal(error: ValidationError) -> ErrorDetails:
-    """The one thing that is wrong. pydantic may add that a default which follows another option was not made."""
+    """Return the only error of a refusal, without pydantic's note that a dependent default was not computed."""
     (refusal,) = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
     return refusal
 
@@ -491,7 +491,7 @@ TIMEOUT_S = 20.0
 
 
 class Gate:
-    """A model hook that holds passes back until it is opened; `reached` says that one is being held."""
+    """A model hook that holds every pass until `open` is set; `reached` is set once a pass is held."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -504,7 +504,7 @@ class Gate:
 
 @contextlib.asynccontextmanager
 async def working(engine: Engine) -> AsyncIterator[EngineWorker]:
-    """A started worker, which is stopped in the end whatever happens."""
+    """Start a worker for the block, and stop it at the end, also after an error."""
     worker = EngineWorker(EngineThread(lambda: engine))
     worker.start()
     try:

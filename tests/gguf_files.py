@@ -1,4 +1,4 @@
-"""Writes small GGUF files as llama.cpp's converter would, of a Hugging Face folder and a tokenizer of the zoo."""
+"""Writes small GGUF files as llama.cpp's converter does, from a Hugging Face folder and a tokenizer of the zoo."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def save_gguf(
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Write all that was added, and close the file."""
+    """Write everything that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,7 +152,7 @@ def save_tensor(target: Path, name: str, data: np.ndarray[Any, Any], kind: str) 
 
 
 def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Bytes of a quantized matrix: any bytes are one, if their scales are finite."""
+    """Return random bytes of a quantized matrix. Any bytes are valid if their scales are finite."""
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(seed)
     if kind == "F32":

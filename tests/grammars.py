@@ -1,4 +1,4 @@
-"""What answers can be asked to look like, each with a judge that knows nothing of how they were made to."""
+"""Forms that answers can be constrained to, each with a check that does not use the server's grammars."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def _is_sum(text: str) -> bool:
-    """Numbers and sums in brackets, added up."""
+    """Return whether a text is a sum of up to four terms: numbers, or sums of two numbers in brackets."""
     number = "[1-9][0-9]?"
     term = rf"({number}|\({number}\+{number}\))"
     return re.fullmatch(rf"{term}(\+{term}){{0,3}}", text) is not None
@@ -134,8 +134,7 @@ FORMS = [
 ]
 
 #: A grammar that compiles in a millisecond, and whose masks take 10 ms and more after some tokens: each rule may
-#: begin or end with any number of the others. Where a computer is too fast for a budget of time, its rows grow too
-#: long.
+#: begin or end with any number of the others. On a fast computer the parser's limit on items is exceeded first.
 AMBIGUOUS = "\n".join(
     ["start: s*", "s: " + " | ".join(f"r{i}" for i in range(8)), *(f"r{i}: s* /[a-z ]/ s*" for i in range(8))]
 )
@@ -145,7 +144,7 @@ AMBIGUOUS = "\n".join(
 
 
 class SlowBackend:
-    """A matcher's backend whose masks take so many seconds of processor time; `hold`: and then until it is set."""
+    """A matcher's backend whose masks take `mask_s` seconds of processor time, and then wait for `hold`."""
 
     def __init__(
         self, backend: llguidance.LLMatcher, mask_s: float, hold: threading.Event | None = None

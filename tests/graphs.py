@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs: they call the function at each replay, on tensors that stay."""
+"""Stand-ins for CUDA graphs: a replay calls the captured function on the same input tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StandIn:
 
 
 class StandIns(Graphs):
-    """Graphs on a CPU.
+    """Graphs made of `StandIn`, for a CPU.
 
     Attributes:
         captured_rows: the rows of each capture, in order.

@@ -71,7 +71,7 @@ def save_tiny(
 
 
 def fill(model: PreTrainedModel, seed: int) -> None:
-    """Weights under which activations keep their size from layer to layer, attention picks and logits differ."""
+    """Draw weights that keep activations' size from layer to layer, make attention selective, and logits differ."""
     generator = torch.Generator().manual_seed(seed)
     # Gemma multiplies by 1 + weight, and embeddings by the root of the hidden size.
     gemma = model.config.model_type == "gemma3_text"
@@ -89,14 +89,14 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 
 def oracle_of(folder: Path) -> PreTrainedModel:
-    """The checkpoint as transformers reads and runs it: float32, attention spelled out."""
+    """Load the checkpoint with transformers: in float32, with its plain (eager) attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 
 @torch.no_grad()
 def oracle_logits(oracle: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
-    """[T, vocab]: transformers' logits at every position."""
+    """Return transformers' logits at every position, [T, vocab]."""
     return oracle(torch.tensor([list(token_ids)])).logits[0]
 
 
@@ -109,7 +109,7 @@ def zoo(name: str) -> Path:
 
 
 def refusal_of(function: Callable[..., object], *arguments: object) -> str:
-    """The one line with which a call refuses to start."""
+    """Return the message of the StartupError that a call raises, which must be one line."""
     with pytest.raises(StartupError) as caught:
         function(*arguments)
     message = str(caught.value)
@@ -123,7 +123,7 @@ def draw_ids(count: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
 
 
 def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of transformers 5 as version 4 would have written it."""
+    """Return a config.json of transformers 5 in the form in which version 4 would have written it."""
     old = dict(config)
     old["torch_dtype"] = old.pop("dtype")
     rope = old.pop("rope_parameters")
@@ -172,7 +172,7 @@ def scattered(
 def run_pass(
     model: CausalLM, pool: KVPool, pieces: Sequence[tuple[int, Sequence[int]]], *, advance: bool = True
 ) -> list[Tensor]:
-    """One pass over (slot, its next tokens): each piece's logits [tokens, vocab], at every position."""
+    """Compute one pass over pieces of (slot, next tokens). Returns each piece's logits, [tokens, vocab]."""
     spans = []
     for slot, ids in pieces:
         start = pool.get_seq_len(slot)
@@ -186,7 +186,7 @@ def run_pass(
 
 
 def solo_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
-    """[T, vocab]: the whole of one sequence in one pass, alone."""
+    """Return the logits of a sequence that is computed alone and in one pass, [T, vocab]."""
     cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
     request = Request(request_id="solo", prompt_token_ids=list(token_ids), params=SamplingParams())
     cache.reserve(request, len(token_ids))

@@ -1,4 +1,4 @@
-"""Pools of small blocks, whose free blocks lie in any order, and what must be true of them at any time."""
+"""Pools of small blocks with shuffled free lists, and the invariants that hold for them at any time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALLEST = KVShape(1, 1, 1, torch.float32)
 
 
 def make_pool(phase: str, num_blocks: int, block_size: int = 4, **options: Any) -> Any:
-    """Return a phase's pool, of blocks."""
+    """Return the block pool of a phase."""
     package = find_phase(phase)
     options = {"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": 64} | options
     return package.build_engine.pool(package.Config(**options), SMALLEST, CPU)
@@ -38,12 +38,12 @@ def caching(engine: Engine) -> PrefixCachingPool:
 
 
 def shuffle_free_blocks(pool: PagedKVCachePool, seed: int) -> None:
-    """Let blocks be taken in any order from here on, so that tables are neither sorted nor contiguous."""
+    """Shuffle the free list, so that later block tables are neither sorted nor contiguous."""
     random.Random(seed).shuffle(pool.allocator._free)
 
 
 def assert_consistent(pool: KVPool) -> None:
-    """Free, cached and held blocks are all there are; a node counts its holders; nothing is leaked."""
+    """Assert that each block is free, cached or held, that nodes count their users, and that no block is leaked."""
     if not isinstance(pool, PagedKVCachePool):
         return  # `tests/test_pool_conformance.py` tests slots
     allocator, tables = pool.allocator, pool._tables

@@ -1,4 +1,4 @@
-"""The container's steps, where no container can be built: the words of its Dockerfile, run here."""
+"""The container's steps without a container: the commands of its Dockerfile, run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`infer doctor`: each finding, on a machine that has the thing and on one that lacks it."""
+"""`infer doctor`: each check, on a machine where it succeeds and on one where it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def screen(code: int, **environment: str) -> dict[str, str]:
-    """Run the command in a process of its own. Returns its lines by their names, each with its mark in front."""
+    """Run the command in a process of its own. Returns its lines by name, each beginning with its mark."""
     ended = subprocess.run(
         [sys.executable, "-m", "infer", "doctor"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Which package may import which. (`pyproject.toml` has the rule within `common.server`, for `lint-imports`.)"""
+"""Packages import only lower layers. (`pyproject.toml` has the rule within `common.server`, for `lint-imports`.)"""
 
 from __future__ import annotations
 

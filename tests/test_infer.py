@@ -24,7 +24,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
-    """A measuring command hears SIGTERM in a process of its own."""
+    """Restore the handler of SIGTERM, which a measuring command replaces."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -63,7 +63,7 @@ def test_wrong_options_are_what_they_are_without_infer(capsys: pytest.CaptureFix
 
 
 def test_a_comparison_that_is_told_to_stop_ends_as_an_exception() -> None:
-    """So that it passes through every `with` that holds a server."""
+    """SIGTERM raises SystemExit, which passes through the `with` of each server and stops it."""
     assert main(["compare", "--phases", "99"]) == 2
     with pytest.raises(SystemExit) as ended:
         signal.raise_signal(signal.SIGTERM)
@@ -157,7 +157,7 @@ def test_make_serve_takes_a_number_or_a_name(phase: str, says: str) -> None:
 
 
 def test_an_interrupt_while_modules_are_loaded() -> None:
-    """Long before there is a server to hear of it."""
+    """Ctrl-C ends the command with one line even while it imports modules, before any server exists."""
     script = "import sys, builtins\nload = builtins.__import__\n"
     script += (
         "def slow(name, *rest):\n    if name.startswith('common'): print('loading', flush=True); input()\n"

@@ -27,7 +27,7 @@ from tests.server.support import HANG_S, ServerProcess, called_from_python, rend
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
-PHASE = "phase8_prefix"  # it finds the beginning of a conversation in its cache
+PHASE = "phase8_prefix"  # earlier turns of a conversation are hits in its cache
 
 FIGURES = re.compile(r"\[(\d+) prompt tokens, (\d+) of them cached; (\d+) new; first after [\d.]+ s")
 PROMPT = re.compile(r"> $")
@@ -39,7 +39,7 @@ def command(*arguments: str) -> list[str]:
 
 
 class Terminal:
-    """`infer chat` with a terminal of its own, which types and reads."""
+    """`infer chat` in a pseudo-terminal, whose other end types and reads."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         self._end, end = pty.openpty()
@@ -71,7 +71,7 @@ class Terminal:
         os.write(self._end, text.encode())
 
     def expect(self, pattern: str | re.Pattern[str], within_s: float = HANG_S) -> re.Match[str]:
-        """Read until a pattern comes, and return its match. The text up to its end counts as read."""
+        """Read until a pattern comes, and return its match. The text up to the match's end is consumed."""
         deadline = time.monotonic() + within_s
         while not (match := re.search(pattern, self._read)):
             ready, _, _ = select.select([self._end], [], [], deadline - time.monotonic())
@@ -86,10 +86,10 @@ class Terminal:
         return match
 
     def interrupt_input(self) -> None:
-        """Type Ctrl-C at the prompt, and expect what it says.
+        """Type Ctrl-C at the prompt, and expect the command's message.
 
-        If the signal arrives after `input` has shown its prompt and before it waits, Python notices it with the
-        next key only. So a second one is typed if nothing comes.
+        If the signal arrives after `input` has shown its prompt and before it waits, Python handles it only at the
+        next key. So Ctrl-C is typed again if no message comes.
         """
         self.type("\x03")
         try:
@@ -100,20 +100,20 @@ class Terminal:
         self.expect(PROMPT)
 
     def ask(self, line: str) -> tuple[int, int, int]:
-        """Ask a question: tokens of the prompt, those of them that were cached, and new ones."""
+        """Ask a question. Returns the numbers of prompt tokens, of cached ones among them, and of new tokens."""
         self.type(line + "\n")
         prompt, cached, new = map(int, self.expect(FIGURES).groups())
         self.expect(PROMPT)
         return prompt, cached, new
 
     def say(self, line: str, answer: str) -> None:
-        """Type a command, and expect what it says."""
+        """Type a line, and expect an answer."""
         self.type(line + "\n")
         self.expect(re.escape(answer))
         self.expect(PROMPT)
 
     def wait(self) -> int:
-        while True:  # a process that nobody reads from would wait for its terminal
+        while True:  # the process would block if nobody read from its terminal
             try:
                 if not os.read(self._end, 4096):
                     break
@@ -130,7 +130,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of a model without EOS, whose answers go on for thousands of tokens. A test may hold its passes."""
+    """A server whose model has no EOS: answers last thousands of tokens. A test may hold its passes."""
     folder = tmp_path_factory.mktemp("endless") / "model"
     shutil.copytree(ZOO / "llama-tiny", folder)
     for file in (folder / "config.json", folder / "generation_config.json"):
@@ -141,7 +141,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 
 def prompt_tokens(*contents: str, system: str | None = None) -> int:
-    """The tokens of a conversation, in which user and assistant take turns."""
+    """Return the number of prompt tokens of a conversation in which user and assistant take turns."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages += [
         {"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)
@@ -290,7 +290,7 @@ def test_a_question_that_cannot_be_asked(
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Another project's server: it thinks, sends no usage, and breaks off at the word `break`."""
+    """Another project's server: its answers have reasoning, no usage, and an error if the message says `break`."""
 
     def do_GET(self) -> None:
         self._answer("application/json", json.dumps({"data": [{"id": "scripted"}]}))
@@ -330,7 +330,7 @@ def scripted() -> Iterator[str]:
 
 
 def test_any_server_with_openais_api(scripted: str) -> None:
-    """Thoughts are no part of the answer, and control characters of an answer do not reach the terminal."""
+    """Reasoning goes to stderr, the answer to stdout, and control characters do not reach the terminal."""
     ended = piped("hi", "--url", scripted, "--system", "x")
     assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBye.\n")
     assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", ended.stderr)

@@ -30,7 +30,7 @@ VARIANTS = [
 
 
 def sizes() -> list[tuple[int, int]]:
-    """Tokens of the prompt and new tokens of each request. One of them needs the smallest pool for itself."""
+    """Return prompt tokens and new tokens of each request. One request fills the smallest pool alone."""
     draw = random.Random(4)
     drawn = [(draw.randint(1, 14), draw.randint(8, 36)) for _ in range(23)]
     return [*drawn[:9], (15, 37), *drawn[9:]]
@@ -42,12 +42,12 @@ def engine_of(variant: Variant, model: Any, blocks: int, **options: Any) -> Engi
 
 
 def progress(request: Request) -> tuple[int, int]:
-    """Return how far a request has come: its tokens, and the computed ones."""
+    """Return the progress of a request: its number of tokens, and how many of them are computed."""
     return len(request.token_ids), request.prefill_progress
 
 
 def serve(engine: Engine, model: Any = None) -> None:
-    """Run all requests at once, to their ends. In every step the oldest moves on, and memory is consistent."""
+    """Run all requests at once, to their ends. In every step the oldest must advance, and memory be consistent."""
     draw = random.Random(7)
     requests = [
         add(engine, [draw.randrange(250) for _ in range(prompt)], greedy(new, ignore_eos=True))
@@ -91,7 +91,7 @@ def test_the_same_tokens_at_every_size(variant: Variant, blocks: int, llama: Cau
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_size_from_ample_to_the_smallest(variant: Variant) -> None:
-    """With a model that only remembers: all small sizes, and other chunks and budgets for each."""
+    """The model is a `RememberingModel`, which is fast enough for all small sizes."""
     for blocks in [*range(SMALLEST, 40), *range(40, 100, 6), AMPLE]:
         engine = engine_of(variant, None, blocks)
         serve(engine)

@@ -1,7 +1,7 @@
-"""One contract for KV memory, held by every pool of every phase: a new pool joins by one line in `POOLS`.
+"""Every pool of every phase keeps one contract. A line in `POOLS` adds a pool to these tests.
 
-Bookkeeping is integers, a view is addresses, and attention over them is checked against plain attention over one
-sequence at a time.
+The contract covers bookkeeping (integers), the addresses of views, and attention over these addresses, which is
+compared with plain attention over one sequence at a time.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NEW = 8
 
 @dataclass(frozen=True)
 class Kind:
-    """A pool, and which parts of the contract have no meaning for it."""
+    """A pool, and the parts of the contract that apply to it."""
 
     make: Callable[[], KVPool]
-    sequences: int  # at most
-    fills_up: bool = True  # refuses when there is no memory left
-    admits_any_time: bool = True  # also once a pass has run
-    counts_slots: bool = False  # says how many more sequences can begin
-    idle_tokens: int = 0  # reserved while nobody holds anything
+    sequences: int  # the most that it holds
+    fills_up: bool = True  # `reserve` fails if no memory is left
+    admits_any_time: bool = True  # `reserve` works after a pass has run, too
+    counts_slots: bool = False  # knows how many more sequences can begin
+    idle_tokens: int = 0  # reserved while no request holds memory
 
 
 def paged(block_size: int, config: Any = phase6_paged.Config, kind: Any = PagedKVCachePool) -> Kind:
@@ -100,7 +100,7 @@ first_tokens = itertools.count()
 
 
 def seat(pool: KVPool, *prompts: int) -> list[Request]:
-    """Requests that hold memory for their prompts, no two of which begin alike."""
+    """Return requests that hold memory for their prompts. The prompts begin with different tokens."""
     requests = [Request(str(i), [next(first_tokens)] * n, greedy(NEW)) for i, n in enumerate(prompts)]
     for each in requests:
         assert pool.reserve(each, each.num_prompt_tokens)
@@ -113,13 +113,13 @@ def slot_of(request: Request) -> int:
 
 
 def rows_of(pool: KVPool, request: Request) -> list[int]:
-    """The rows of the flat store that a request owns, in column order."""
+    """Return the rows of the flat store that a request owns, in column order."""
     size = pool.block_size
     return [block * size + i for block in pool.block_table(slot_of(request)) for i in range(size)]
 
 
 def write(pool: KVPool, spans: Sequence[Span], value: float = 1.0) -> None:
-    """A pass over the spans that stores `value` in every layer."""
+    """Run a pass over the spans that stores `value` in every layer."""
     view = pool.view(spans)
     tokens = len(view.layout.write_addresses)
     q, k = torch.zeros(tokens, HEADS, HEAD_DIM), torch.full((tokens, KV_HEADS, HEAD_DIM), value)
@@ -295,7 +295,7 @@ def test_a_cleared_pool_is_like_a_new_one(kind: Kind, pool: KVPool) -> None:
     for _ in range(2):
         requests = seat(pool, *lengths(kind))
         write(pool, [Span.exact(slot_of(each), 0, each.num_prompt_tokens) for each in requests])
-        pool.release(requests[0])  # whose blocks may be kept
+        pool.release(requests[0])  # the pool may keep its blocks
         pool.clear()
         assert (pool.used_tokens, pool.reserved_tokens) == (fresh.used_tokens, fresh.reserved_tokens)
         assert (len(pool.slots), pool.free_token_capacity()) == (0, fresh.free_token_capacity())
@@ -384,7 +384,7 @@ def test_lengths_count_real_tokens_and_change_after_success(kind: Kind, pool: KV
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
-    """One sequence: q [Tq, Hq, D] at columns `start` and on, k and v [T, Hkv, D] -> [Tq, Hq, D]."""
+    """Return attention of one sequence, [Tq, Hq, D]: q [Tq, Hq, D] from column `start` on, k and v [T, Hkv, D]."""
     group = HEADS // KV_HEADS
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * 0.5
@@ -398,7 +398,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | N
 def test_attention_over_any_history_is_plain_attention(
     kind: Kind, pool: KVPool, window: int | None, seed: int
 ) -> None:
-    """Prompts in pieces, decode beside them, sequences that leave and others that take their memory."""
+    """Prompts come in pieces, decode runs beside them, and new sequences take the memory of released ones."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
@@ -443,11 +443,11 @@ def test_attention_over_any_history_is_plain_attention(
     assert compared > 30
 
 
-# ---------------------------------------------------------------------- those who use pools
+# ---------------------------------------------------------------------- users of pools
 
 
 def modules() -> set[str]:
-    """The engine, the runner, and each phase's own, with its scheduler."""
+    """Return the modules of the engine, of the runner, and of each phase's runner and scheduler."""
     own = {part.__module__ for name in phase_names() for part in parts(find_phase(name).build_engine)}
     return {"common.engine", "common.runner", *own}
 
@@ -458,7 +458,7 @@ def parts(builder: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_engine_runner_and_scheduler_do_not_ask_which_pool_it_is(name: str) -> None:
-    """They name no kind of pool, and find out in no other way which one it is."""
+    """Their source names no class of pool, and has no `isinstance`, `hasattr` or `type` call on a pool."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(importlib.import_module(name)))))
     names = {str(getattr(node, field, "")) for node in nodes for field in ("id", "attr", "name", "value")}
     assert names.isdisjoint({"kv_cache_backend", "paged", "contiguous", "BlockAllocator"})

@@ -1,4 +1,4 @@
-"""What holds for the scheduler of every phase: its queue, its plans, and when it has work."""
+"""Rules for the schedulers of all phases: their queues, their plans, and when they have work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine_helpers import (
 
 PAGED = [name for name in phase_names() if phase_number(name) >= 6]
 
-#: Options, where a phase has them, under which memory is ample, a chunk is short and no time passes.
+#: Options under which memory is ample, chunks are short and batches form at once. A phase gets those that it has.
 OPTIONS: dict[str, float] = {"batch_wait_timeout_s": 0.0, "num_blocks": 64, "prefill_chunk_size": 4}
 
 
@@ -143,7 +143,7 @@ def test_a_preempted_request_goes_before_all_others(ranked: Bench) -> None:
 
 @pytest.mark.parametrize("phase", PAGED)
 def test_the_last_in_line_gives_its_memory_up(phase: str) -> None:
-    """Not the latest arrival, which has the better priority here."""
+    """The request with the worst priority is preempted, not the latest arrival, whose priority is better."""
     bench = Variant(phase, {"block_size": 1, "num_blocks": 8}).bench(max_batch_size=2, max_seq_len=8)
     bench.hold(4).priority = 3
     bench.hold(4)

@@ -15,18 +15,18 @@ TSC = ROOT / ".clients/typescript/node_modules/.bin/tsc"
 VIEWER = ROOT / "common/server/viewer"
 PAGE = ROOT / "common/server/chat_page"
 
-# Parameters without a type may be anything; null is a value of its own. The parts are scripts, and share one scope.
+# `strict` makes null a type of its own. Parameters without a type may be anything. All parts share one scope.
 RULES = ("--allowJs", "--checkJs", "--noEmit", "--strict", "--noImplicitAny", "false")
 TARGET = ("--moduleDetection", "legacy", "--target", "es2023", "--lib", "es2023,dom,dom.iterable")
 
-pytestmark = pytest.mark.browser  # what a browser is given; Chromium itself is not needed
+pytestmark = pytest.mark.browser  # checks code for browsers, but needs no Chromium
 
 
 def complaints(*scripts: Path) -> list[str]:
     if not TSC.is_file():
         pytest.skip("no TypeScript here: npm install --prefix .clients/typescript typescript@5")
     found = subprocess.run([TSC, *RULES, *TARGET, *scripts], capture_output=True, text=True, check=False)
-    assert found.returncode in (0, 2), found.stderr  # right, or not: else it did not get as far
+    assert found.returncode in (0, 2), found.stderr  # 2: there are errors of types
     return found.stdout.splitlines()
 
 

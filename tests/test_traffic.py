@@ -16,7 +16,7 @@ from tests.phase9_pipelined.support import ManualStream
 from tests.phase10_speculative.support import by_rule, let_guess
 from tests.traffic import Traffic, answer, assert_everything_happened, random_traffic
 
-#: Memory for little more than one sequence of 40 tokens, as far as a phase has these options.
+#: Memory for little more than one sequence of 40 tokens. A phase gets those of the options that it has.
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3}
 
 
@@ -65,7 +65,7 @@ OTHERS = [
 
 
 class PipelinedTraffic(Traffic):
-    """Traffic on a stream that computes when its host waits, or a little earlier."""
+    """Traffic on a stream that computes when the host waits for it, and before every third step."""
 
     def __init__(self, phase: str, **options: Any) -> None:
         super().__init__(phase, **options)
@@ -91,7 +91,7 @@ class PipelinedTraffic(Traffic):
 
 
 class SpeculativeTraffic(PipelinedTraffic):
-    """Half of the guesses are right, each third drafter raises, and steps that verify alternate with others."""
+    """Every fourth guess is wrong, drafters of every third request raise at times, some steps have no guesses."""
 
     def __init__(self, phase: str, **options: Any) -> None:
         super().__init__(phase, **({"draft_rows": 8} | options))

@@ -1,4 +1,4 @@
-"""The packages' types, as a program sees them that uses the project as an installed library."""
+"""The packages' types, as a program that uses the installed project as a library sees them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ engine.add_request(request)
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment with the wheel's packages; what they require is this environment's."""
+    """The Python of an environment with the project's wheel. Its requirements come from this environment."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -49,7 +49,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_client_program_has_types(python: Path, tmp_path: Path) -> None:
-    """Only the wrong line is complained about. Torch's own types are not needed, and take long to read."""
+    """mypy reports only the wrong line. Torch's own types are skipped, because mypy takes long to read them."""
     (tmp_path / "client.py").write_text(CLIENT + "number: int = answers[0].text\n")
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
     command = [sys.executable, "-m", "mypy", "--python-executable", python, "client.py"]

@@ -1,4 +1,4 @@
-"""The version stands in `pyproject.toml`, and everything else says the same."""
+"""All other files name the version that `pyproject.toml` has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random JSON Schemas of functions' parameters, of the keywords that a grammar can follow."""
+"""Random JSON Schemas of functions' parameters, with keywords that grammars support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: Mostly names of arguments, and some that are none in Python.
+#: Mostly names of arguments, and some that are no identifiers in Python.
 NAMES = st.sampled_from(
     ["city", "days", "n", "unit", "a_b", "x1", "über", "class", "a b", "a-b", '"', "$ref", ""]
 )
@@ -58,7 +58,7 @@ def _object(properties: dict[str, Any], optional: list[str], closed: bool | None
 
 
 def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects of these values."""
+    """Return a strategy for schemas of objects with values from `inner`."""
     closed = st.sampled_from([True, True, None, False])
     return st.builds(_object, st.dictionaries(NAMES, inner, max_size=4), st.lists(NAMES, max_size=6), closed)
 
@@ -79,7 +79,7 @@ TREE = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}
 
 @st.composite
 def parameters(draw: st.DrawFn) -> dict[str, Any]:
-    """The parameters of a function; some refer to definitions, which may refer to themselves."""
+    """Draw the parameters of a function. Some refer to definitions, which may refer to themselves."""
     schema = draw(objects(st.recursive(LEAVES, _nested, max_leaves=5)))
     if draw(st.booleans()):
         schema["$defs"] = {"leaf": draw(LEAVES), "tree": TREE}

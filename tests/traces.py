@@ -1,4 +1,4 @@
-"""The rules of Chrome's trace events, as far as ours use them."""
+"""The rules of Chrome's trace events for the kinds of events that our traces have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROUNDING_US = 0.01
 
 
 def read_trace(data: bytes) -> list[Event]:
-    """A trace's events; one that was cut off may lack its end, and nothing else."""
+    """Return a trace's events. The closing bracket may be missing, as in a trace that was cut off."""
     text = data.decode().rstrip()
     events: list[Event] = json.loads(text if text.endswith("]") else text + "]")
     return events
 
 
 def assert_valid(events: list[Event]) -> None:
-    """Every event has what its phase needs, every track's time goes one way, and what begins ends."""
+    """Assert that events have their fields, that the time of each track only grows, and that every span ends."""
     for event in events:
         assert event["ph"] in {"M", "X", "C", "b", "n", "e"}, event
         assert isinstance(event["name"], str)
@@ -51,7 +51,7 @@ def assert_valid(events: list[Event]) -> None:
 
 
 def requests_of(events: list[Event]) -> dict[Any, list[Event]]:
-    """Each request's events, by its track."""
+    """Return each request's events, by its track."""
     tracks: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in "bne":
@@ -65,7 +65,7 @@ def _assert_one_way(events: list[Event]) -> None:
 
 
 def _assert_nested(spans: list[Event]) -> None:
-    """Spans of a thread lie one after the other or one within the other."""
+    """Assert that any two spans of a thread follow each other, or one contains the other."""
     _assert_one_way(spans)
     ends: list[float] = []
     for span in spans:
@@ -78,7 +78,7 @@ def _assert_nested(spans: list[Event]) -> None:
 
 
 def _assert_matched(events: list[Event]) -> None:
-    """What was begun last ends first, and all of it lies within one span."""
+    """Assert that spans end in the reverse order of their beginnings, all of them within one outer span."""
     open_names: list[str] = []
     for place, event in enumerate(events):
         assert open_names or place == 0, "a track of two spans"

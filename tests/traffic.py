@@ -1,4 +1,4 @@
-"""Random traffic for one engine: requests come, are cancelled and fail, and nothing may leak or be told twice."""
+"""Random traffic for one engine: requests come, are cancelled and fail. No memory leaks, no output comes twice."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phase6_paged.cache import PagedKVCachePool
 from tests.engine_helpers import EOS, RememberingModel, assert_all_free, build, chained, greedy, one_hot
 from tests.pools import assert_consistent, shuffle_free_blocks
 
-NAN_TOKEN = 250  # whoever begins with it gets NaN logits after a few tokens
+NAN_TOKEN = 250  # a prompt that begins with it gets NaN logits after a few tokens
 MAX_SEQ_LEN = 40
 
 
 def answer(token_ids: list[int]) -> int | Tensor:
-    """Chained tokens, now and then EOS, NaN for those who begin with `NAN_TOKEN`."""
+    """Return the next token: `chained`, sometimes EOS, or NaN logits if the prompt begins with `NAN_TOKEN`."""
     token_id = chained(token_ids)
     if token_ids[0] == NAN_TOKEN and len(token_ids) > 6:
         return one_hot(0, math.nan)
@@ -28,10 +28,10 @@ def answer(token_ids: list[int]) -> int | Tensor:
 
 
 class Traffic:
-    """An engine around a model that only remembers, and what each of its requests must come to.
+    """An engine with a `RememberingModel`, and the requests that it must answer.
 
     Attributes:
-        priorities: of the requests, in turn.
+        priorities: priorities of the requests, used in turn.
     """
 
     priorities: Sequence[int] = (0,)
@@ -67,7 +67,7 @@ class Traffic:
             self.told[request.request_id] = []
 
     def cancel(self, choice: int) -> None:
-        """One that lives, by its place in the order of arrival."""
+        """Cancel a request that has not ended, chosen by its place in the order of arrival."""
         self.operations += 1
         if self.live:
             request_id = sorted(self.live, key=lambda i: self.live[i].arrival)[choice % len(self.live)]
@@ -75,7 +75,7 @@ class Traffic:
             self.cancelled.add(request_id)
 
     def step(self, guilty: int | None = None) -> None:
-        """A step; with `guilty`, passes fail that hold a sequence of such a length (mod 3)."""
+        """Run a step. Passes with a sequence whose length mod 3 is `guilty` fail."""
         self.operations += 1
         self.guilty = guilty
         for output in self.engine.step():
@@ -84,7 +84,7 @@ class Traffic:
         self.check()
 
     def abort(self) -> None:
-        """Every request that lives is told of one error, and leaves."""
+        """End every request with one error."""
         self.operations += 1
         for output in self.engine.abort_all(RuntimeError("told to fail: all")):
             self._hear(output)
@@ -92,7 +92,7 @@ class Traffic:
         self.check()
 
     def finish(self) -> None:
-        """Nothing more comes: everybody is answered and everything is free."""
+        """Run until no work is left. Then all requests must have ended, and all memory must be free."""
         for _ in range(1000):
             if not self.engine.has_work:
                 break
@@ -103,7 +103,7 @@ class Traffic:
     # ------------------------------------------------------------------ what must hold
 
     def _hear(self, output: StepOutput) -> None:
-        request = self.live[output.request_id]  # KeyError: it had its terminal output
+        request = self.live[output.request_id]  # KeyError: it has had its terminal output
         heard = self.told[output.request_id]
         heard.append(output)
         if output.token_id is not None:
@@ -152,7 +152,7 @@ class Traffic:
 
 
 def random_traffic(traffic: Traffic, operations: int, seed: int) -> None:
-    """So many random operations on one engine, everything drained and checked at the end."""
+    """Run `operations` random operations on one engine, then drain it and check that all memory is free."""
     rng = random.Random(seed)
     while traffic.operations < operations:
         match rng.random():
@@ -170,7 +170,7 @@ def random_traffic(traffic: Traffic, operations: int, seed: int) -> None:
 
 
 def assert_everything_happened(traffic: Traffic) -> None:
-    """A run in which nothing failed, ended early or was refused would prove nothing."""
+    """Assert that requests ended in every way, since a run without failures would prove nothing."""
     counters = traffic.engine.telemetry.counters
     ends = [outputs[-1] for outputs in traffic.told.values()]
     assert len(ends) == counters.requests_added

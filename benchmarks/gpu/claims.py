@@ -53,7 +53,7 @@ def _log(path: Path) -> str:
 
 def _passed(log: str, name: str) -> str:
     """Return the verdict over the tests whose names contain `name`, from pytest's log."""
-    # One process writes the verdict behind the test's name, several write it before.
+    # pytest writes the verdict after the test's name, or before it if xdist runs several processes.
     ended = re.findall(rf"^\S+::\S*{name}\S* (PASSED|FAILED|ERROR)", log, re.MULTILINE)
     ended += re.findall(rf"^\[gw\d+\] .*(PASSED|FAILED|ERROR) \S+::\S*{name}", log, re.MULTILINE)
     failed = len(ended) - ended.count("PASSED")

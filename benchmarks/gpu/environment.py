@@ -1,7 +1,7 @@
-"""Says what the GPU run finds on this machine: `python -m benchmarks.gpu.environment`. Standard library and torch.
+"""Describes the machine and its packages for the GPU run: `python -m benchmarks.gpu.environment`.
 
 Prints one JSON object. `missing` names the packages of `pyproject.toml` that the run needs and that are not
-installed.
+installed. The program itself imports only the standard library and torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Beside the project's own requirements: the tests, and what they import.
+#: Packages that the tests need, beside the project's own requirements.
 TESTS_NEED = ("pytest", "hypothesis", "jsonschema")
 BESIDE = ("transformers", "triton")
 
@@ -47,8 +47,7 @@ def version_of(package: str) -> str | None:
 def missing_below(packages: Iterable[str]) -> list[str]:
     """Return the packages that installed ones require, directly or not, and that are not installed.
 
-    Packages that were copied here one by one may lack what they need themselves. Without `packaging`, nothing is
-    returned.
+    Packages that were copied one by one may lack their requirements. Without `packaging`, the list is empty.
     """
     try:
         from packaging.requirements import Requirement

@@ -49,7 +49,7 @@ TITLES = {
 }
 MODELS = ("llama-3.2-1b", "qwen3-0.6b", "llama-3.2-3b")
 TESTS = "tests/kernels tests/gpu tests/phase9_pipelined tests/common/test_streams.py"
-#: Most of these tests wait for a compiler, which has many cores on a machine with a GPU.
+#: Most of these tests wait for a compiler. Machines with a GPU have cores for many compilers.
 WORKERS = "-n 8 --dist worksteal" if importlib.util.find_spec("xdist") else ""
 PYTEST = "pytest -v -p no:cacheprovider --continue-on-collection-errors --durations=10"
 

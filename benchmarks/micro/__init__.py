@@ -33,7 +33,7 @@ Quantize = Literal["none", "int8"]
 
 
 class Entry(NamedTuple):
-    """A measurement: what it answers, and where its function is, as `module.function` below this package."""
+    """A measurement: the question that it answers, and its function, as `module.function` below this package."""
 
     says: str
     function: str

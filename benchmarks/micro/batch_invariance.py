@@ -150,8 +150,8 @@ def changes(
     """Count answers that change under load.
 
     Args:
-        phase: number, word or module of one with chunks
-        requests: of each kind
+        phase: number, word or module of a phase with chunks
+        requests: number of requests of each kind
     """
     module = find_phase_module(phase)
     table = MeasuredTable(

@@ -94,7 +94,7 @@ def cost(
 
     Args:
         phase: number, word or module
-        turns: of each; medians are shown
+        turns: runs of each server; medians are shown
     """
     os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the plain server; replicas get --threads
     burst = f"{BURST} requests, prompts and answers of {PROMPT_TOKENS} and {NEW_TOKENS} tokens"
@@ -142,8 +142,8 @@ def routing(
 
     Args:
         phase: number, word or module
-        rate: × the workload's
-        turns: seeds; medians are shown
+        rate: factor on the workload's rate
+        turns: number of seeds; medians are shown
     """
     length = max(WORKLOADS[name].longest for name in ROUTING_WORKLOADS)
     rows: list[list[Cell]] = []

@@ -19,7 +19,7 @@ from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked,
 from benchmarks.tables import Cell, MeasuredTable
 from kernels.native import load_native_kernels
 
-#: Each stage's name, and which modules choose their native kernel in it and in all stages after it.
+#: Each stage's name, and the modules that use their native kernels from this stage on.
 STAGES: list[tuple[str, tuple[str, ...]]] = [
     ("torch's operations", ()),
     ("packed weights, activation at a product's end", ("linear", "gated_act")),
@@ -27,7 +27,7 @@ STAGES: list[tuple[str, tuple[str, ...]]] = [
     ("norms and rope", ("rms_norm", "rope")),
 ]
 TAPE = "played from a tape"
-#: The function by which a module of `kernels` chooses; in all other modules it is `use_native`.
+#: The function by which a module of `kernels` chooses its kernel. In all other modules it is `use_native`.
 _CHOICE = {"linear": "has_native_products", "attention": "has_native_products"}
 
 

@@ -133,7 +133,7 @@ def start_peer(
 
 
 def reading_s(num_bytes: int) -> float:
-    """Return the seconds that reading so much memory takes with torch's threads: the best of a few."""
+    """Return the seconds that torch's threads take to read `num_bytes` bytes: the best of a few runs."""
     memory = torch.ones(num_bytes // 4)
     return min(milliseconds(memory.sum, 1) for _ in range(20)) / 1e3
 
@@ -194,7 +194,7 @@ def passes(
         phase: numbers or names; the last one is compared
         peer: transformers, or with the folder of a virtual environment: vllm=, openvino=, llama.cpp=
         quantize: weights as int8; llama.cpp then gets Q8_0
-        threads: that compute, for each
+        threads: number of threads that compute, for each program
     """
     torch.set_num_threads(threads)
     peers = [find_peer(name, quantize) for name in peer]

@@ -61,9 +61,9 @@ def measure(
     """Decode a batch twice, the second time under the profiler. Returns its cells from the step time on."""
     prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
     found, counter = decode(engine, prompts, new_tokens), KernelCounter()
-    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + 1  # the step that ends one
+    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + 1  # and the last step
     bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
-    # By tokens: a step of phase 10 may give a sequence several.
+    # The share counts tokens, not steps: a step of phase 10 may give a sequence several tokens.
     share = found.tokens_per_s * bound_ms / 1e3 / count
     seen = counter.launches > 0
     busy = counter.seconds / counted / found.step_s if seen else None

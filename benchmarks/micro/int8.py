@@ -202,8 +202,7 @@ def accuracy(
 ) -> Iterator[MeasuredTable]:
     """Compare real models in int8 with themselves in bfloat16 on texts of ours: pieces of this documentation.
 
-    The change of the perplexity differs from text to text by more than it is. So its standard error over the texts
-    is given, too.
+    The change of the perplexity varies between texts by more than its mean, so its standard error is given, too.
 
     Args:
         models: names that `infer fetch` knows, or others

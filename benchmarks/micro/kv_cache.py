@@ -69,7 +69,7 @@ def steps(
     """Time the next token of texts of several lengths, both ways.
 
     Args:
-        lengths: tokens before it
+        lengths: numbers of tokens before the next token
     """
     loaded = load_as_served(model, getattr(torch, dtype), max(lengths) + 1)
     yield MeasuredTable(

@@ -102,7 +102,7 @@ def pools(model: str = "dummy:llama-60m", phase: str = "6", requests: int = 24) 
     """Serve one burst from pools of several sizes.
 
     Args:
-        phase: one with blocks
+        phase: a phase with blocks
     """
     module = find_phase_module(phase)
     orders = draw_orders(requests, open_checkpoint(model).config.vocab_size)

@@ -63,7 +63,7 @@ def throughput(
         fewest: the smallest number of tokens of a prompt, and of an answer
         most: the largest number of tokens of a prompt, and of an answer
         seats: sequences computed together
-        seconds: a phase is stopped then, and its row says so
+        seconds: time limit of a phase; the row of a phase that was stopped says so
     """
     loaded = Loaded.of(model, dtype, 2 * most)
     orders = orders_of(requests, fewest, most, loaded.model.config.vocab_size)

@@ -117,7 +117,7 @@ def decode(
 
 
 def seconds_of(run: Callable[[], object], times: int = 5) -> float:
-    """Return the seconds of a call, the best of some, after one that warms up."""
+    """Return the seconds of a call: the best of `times` calls, after one that warms up."""
     run()
     best = float("inf")
     for _ in range(times):
@@ -130,9 +130,9 @@ def seconds_of(run: Callable[[], object], times: int = 5) -> float:
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
-    """Return a function that makes a call so many times: on a GPU the replay of a graph, as decode steps make it.
+    """Return a function that calls `call` `times` times. On a GPU it replays a graph, as decode steps do.
 
-    Launched one by one, a GPU's small kernels take less time than the host takes to launch them.
+    Without a graph the host would be measured: launching a small kernel takes longer than running it.
     """
 
     def calls() -> None:
@@ -141,7 +141,7 @@ def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
 
     if DEVICE.type == "cpu":
         return calls
-    call()  # compiles, and puts on the device what later calls find there
+    call()  # compiles, and puts tensors on the device that later calls reuse
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

@@ -48,7 +48,7 @@ def parts(
     """Profile the pass of many short prompts, and of a long one.
 
     Args:
-        phase: one whose passes are called, not played
+        phase: a phase whose passes are called, not played from a tape
     """
     longest = LONG.prompt_tokens
     engine = build_engine(

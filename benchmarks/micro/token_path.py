@@ -50,10 +50,10 @@ TOKEN_EVENT = b"event: token"
 
 
 class Leg(NamedTuple):
-    """One timed part of a token's path through the server: from the time of the part before to the time `until`.
+    """One timed part of a token's path through the server: from the mark before to the mark `until`.
 
     Attributes:
-        until: the name of the time at which the part ends.
+        until: the name of the mark at which the leg ends.
         where: the part of the server, and its work, for the table.
     """
 
@@ -62,7 +62,7 @@ class Leg(NamedTuple):
     once: bool = False  # passed once by each request, before its first token
 
 
-#: In the order in which a request, and then each of its tokens, passes.
+#: The legs, in the order in which a request and then each of its tokens passes them.
 LEGS = (
     Leg("called", "socket, uvicorn: bytes to a call of the app", once=True),
     Leg("submitted", "routes, bodies: the body, read and checked", once=True),
@@ -102,7 +102,7 @@ class Marks:
 
     @contextmanager
     def on(self, worker: EngineWorker, thread: EngineThread) -> Iterator[None]:
-        """Context manager: note every mark in a server with this worker of an engine in this thread."""
+        """Context manager: note every mark in the server whose engine runs in `thread`, behind `worker`."""
         engine = thread.engine
         add_request, hand_back = engine.add_request, thread._hand_back
         call, next_piece = RequestIds.__call__, Backlog.next_piece

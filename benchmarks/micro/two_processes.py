@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 
 def target_of(phase: str, form: str, streams: int, new_tokens: int) -> Target:
-    """Return how to start a server in a form, `on` or `off`, with a seat for every stream."""
+    """Return how to start a server with `--engine-process` `on` or `off`, with a seat for every stream."""
     options = {"model": MODEL, "port": "0", "device": "cpu", "dtype": "float32"}
     options |= {"engine-process": form, "max-batch-size": str(streams), "max-seq-len": str(2 * new_tokens)}
     options |= {"max-waiting-requests": str(streams), "log-level": "info"}
@@ -117,8 +117,8 @@ def compare(
     Args:
         phase: number, word or module
         streams: numbers of streams
-        new_tokens: of each answer
-        turns: of each; medians are shown
+        new_tokens: tokens of each answer
+        turns: runs of each server; medians are shown
     """
     table = MeasuredTable(
         name="two_processes",

@@ -72,7 +72,7 @@ def create_app(generate_ids: Generate, model: str) -> Starlette:
             coming = loop.run_in_executor(thread, next, token_ids, None)
             try:
                 while (token_id := await coming) is not None:
-                    coming = loop.run_in_executor(thread, next, token_ids, None)  # while this one is sent
+                    coming = loop.run_in_executor(thread, next, token_ids, None)  # while this token is sent
                     tokens += 1
                     yield _chunk(text=f"<{token_id}>", token_ids=[token_id], finish_reason=None)
             except Exception as error:

@@ -40,7 +40,7 @@ class WorkerProcess:
     """A worker's process. Use it in a `with` statement.
 
     Attributes:
-        name: the library's, with its version.
+        name: name and version of the library.
     """
 
     def __init__(self, module: str, options: protocol.Options, python: Path | str = sys.executable) -> None:

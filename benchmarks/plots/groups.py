@@ -74,9 +74,9 @@ def load_groups(results: Path) -> list[Group]:
     """Return the groups below a folder of results, in the order of their names.
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. If a workload
-    was measured several times on a model, the complete comparison with the most servers is drawn, and of several
-    such the latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's options
-    are tables of the site, not figures.
+    was measured several times on a model, the complete comparison with the most servers is drawn; if several have
+    as many, the latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's
+    options are tables of the site, not figures.
     """
     found: dict[str, list[Together]] = defaultdict(list)
     for each in load_comparisons(results):

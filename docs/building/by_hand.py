@@ -78,7 +78,7 @@ class Token:
 
 
 def compute(token_id: int, cache: Sequence[Token]) -> Token:
-    """Compute one token after those in the cache, of which only keys and values are read."""
+    """Compute the token that follows the cached ones. Only their keys and values are read."""
     position = len(cache)
     x = EMBEDDING[token_id]
     h = norm(x)

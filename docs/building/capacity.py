@@ -36,7 +36,7 @@ _checkpoint = functools.partial(open_checkpoint, MODEL)
 
 
 def estimate(sequences: int, context: int) -> MemoryEstimate:
-    """Return what phase 9 takes on a GPU with memory for so many sequences of full length."""
+    """Return the memory that phase 9 takes on a GPU, with KV memory for `sequences` of `context` tokens each."""
     shape = _checkpoint().config
     config = Config(model=MODEL, max_batch_size=sequences, max_seq_len=context)
     weights = weight_bytes(shape, shape.dtype)

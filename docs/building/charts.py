@@ -109,7 +109,7 @@ def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
 
 
 def rows_at_crossing(results: Path = RESULTS) -> str:
-    """Return the rows at which the measured machine reads a weight in the time that it multiplies with it."""
+    """Return the number of rows at which reading a weight takes as long as multiplying with it."""
     table = newest("batch_size", results)
     if table is None:
         return "(not measured yet)"
@@ -184,7 +184,7 @@ def _mark(x: float, y: float, kind: str) -> str:
 
 
 def _free(y: float, taken: Sequence[float]) -> float:
-    """Return a label's height that overlaps no other label."""
+    """Return a height for a label, at `y` or below it, that overlaps no label in `taken`."""
     for other in sorted(taken):
         if abs(y - other) < 13:
             y = other + 13

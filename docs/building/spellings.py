@@ -103,7 +103,7 @@ def _serve(engine: Engine, *, as_text: bool) -> Iterator[tuple[int, int]]:
         text, token_ids = f"{text}\n{question}", token_ids + encode(f"\n{question}")
         prompt = encode(text) if as_text else token_ids
         yield len(prompt), _cached(engine, prompt)
-        # Leaves the blocks that generating the answer leaves: its last token is sampled and never computed.
+        # Caches the blocks that generating the answer would cache: its last token is sampled and never computed.
         _cached(engine, prompt + sampled_ids(answer)[:-1])
         text, token_ids = text + answer, token_ids + sampled_ids(answer)
 

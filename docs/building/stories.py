@@ -149,7 +149,7 @@ def criterion(
 
     Args:
         asked: for each figure the first arguments of `ratio`, then a bound for every model, such as `≥ 1.25`.
-        model: the one model that must keep them; None: every model that was measured.
+        model: the one model that must keep the bounds; None: every model that was measured.
     """
     kept: list[bool] = []
     shown: list[str] = []

@@ -1,4 +1,4 @@
-"""The course's three requests: what each phase makes of them, by its own scheduler and pool.
+"""The course's three requests: when each phase serves them, by its own scheduler and pool.
 
 They are the story `three` of the stepper, on the stepper's clock, so a table and the picture above it agree.
 """
@@ -35,7 +35,7 @@ class Served:
         first: when its first token came.
         gap: the longest time between two of its tokens.
         finished: when its last token came.
-        held: the most tokens that its KV memory had room for.
+        held: the most tokens for which it had KV memory.
     """
 
     waited: int

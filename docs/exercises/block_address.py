@@ -1,7 +1,7 @@
 """Exercise: where does a column lie?
 
 Write `address_of`, then run `.venv/bin/pytest docs/exercises/block_address.py`.
-The check compares its addresses with those that phase 6's pool writes to, after blocks have changed hands.
+The check compares its addresses with those that phase 6's pool writes to, after blocks were freed and reused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_every_column_is_where_the_pool_writes_it(block_size: int) -> None:
     requests = [Request(f"r{i}", [0] * tokens, SamplingParams()) for i, tokens in enumerate((20, 33, 7))]
     for request in requests:
         assert pool.reserve(request, request.num_prompt_tokens)
-    pool.release(requests[0])  # its blocks go to the next, out of order
+    pool.release(requests[0])  # the next request gets its blocks, out of order
     latest = Request("latest", [0] * 50, SamplingParams())
     assert pool.reserve(latest, 50)
     assert latest.slot is not None

@@ -21,8 +21,8 @@ def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | Non
     """Return the token that a number chooses.
 
     Keep the `top_k` highest scores (None: all), turn them into probabilities that sum to 1, and take the first
-    token at which their running sum exceeds `u`. With a `top_k` tokens are summed up from the most likely one on,
-    equal ones by their ids; without, in the order of their ids.
+    token at which their running sum exceeds `u`. With a `top_k`, tokens are summed from the most likely one on,
+    and equally likely ones in the order of their ids. Without one, all are summed in the order of their ids.
 
     Args:
         logits: a score for each token id.
@@ -41,7 +41,7 @@ VOCAB, DRAWS = 50, 40
 @pytest.mark.parametrize("top_k", [None, 1, 5])
 def test_the_same_number_gives_the_same_token(temperature: float, top_k: int | None) -> None:
     logits = torch.randn(DRAWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-    logits[:, 7] = logits[:, 3]  # equals
+    logits[:, 7] = logits[:, 3]  # equal scores
     requests = [
         Request(f"r{i}", [0], SamplingParams(temperature=temperature, top_k=top_k, seed=i))
         for i in range(DRAWS)

@@ -22,16 +22,16 @@ class PromptBudget(Scheduler):
     still stalls them: phase 7 cuts it into pieces.) Admission stays first come, first served: a request that does
     not fit waits for the next step, and so do all requests behind it.
 
-    `admit` seats the front of the queue with `_seat` until one call says False, so that is the place to say no.
+    `admit` seats the front of the queue with `_seat` until a call returns False: return False there to refuse.
     """
 
     budget = 64
 
     def admit(self, pool: KVPool) -> None:
-        super().admit(pool)  # a step begins: nothing of its budget is spent
+        super().admit(pool)  # a step begins: none of its budget is spent
 
     def _seat(self, request: Request, pool: KVPool) -> bool:
-        return super()._seat(request, pool)  # say no to a request that goes over what is left
+        return super()._seat(request, pool)  # refuse a request that is longer than the budget left
 
 
 # ---------------------------------------------------------------------- the check

@@ -20,7 +20,7 @@ def quantized(row: Sequence[float], x: Sequence[float]) -> tuple[list[int], floa
     """Quantize one output's weights to int8, and predict the error of their product with `x`.
 
     Rounding moves a weight by at most half a step. If all values in between are equally likely, the mean square of
-    one weight's error is step ** 2 / 12, and the errors of different weights add nothing to each other's.
+    one weight's error is step ** 2 / 12, and the errors of different weights are uncorrelated.
 
     Args:
         row: K weights, not all zero.
@@ -72,7 +72,7 @@ def test_the_prediction_is_right_on_average() -> None:
 
 
 def solution(row: Sequence[float], x: Sequence[float]) -> tuple[list[int], float, float]:
-    """The step is the scale. Errors that add nothing to each other's have mean squares that add up."""
+    """The step is the scale. The mean squares of uncorrelated errors add up."""
     scale = max(abs(weight) for weight in row) / 127
     integers = [round(weight / scale) for weight in row]
     return integers, scale, scale * math.sqrt(sum(value**2 for value in x) / 12)

@@ -1,4 +1,4 @@
-"""Exercise: which tokens a pass computes, where they stand, and which row's logits choose the next one.
+"""Exercise: which tokens a pass computes, at which positions, and which row's logits choose the next token.
 
 Write `what_is_new`, then run `.venv/bin/pytest docs/exercises/what_is_new.py`.
 The check computes a text in pieces of many sizes and compares the logits with those of one pass.

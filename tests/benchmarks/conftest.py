@@ -18,7 +18,7 @@ from common.text import Tokenizer
 
 @pytest.fixture(autouse=True)
 def quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for a moment only at how busy the machine is: nothing here depends on it."""
+    """Sample the machine's load for a moment only: no test depends on it."""
     monkeypatch.setattr(benchmarks.environment, "SAMPLE_S", 0.01)
 
 
@@ -28,7 +28,7 @@ def writer() -> PromptWriter:
 
 
 def planned(index: int, at_s: float = 0.0, tokens: int = 10) -> PlannedRequest:
-    """A request whose prompt begins with its own number, so that a fake server can tell who it is."""
+    """Return a request whose prompt begins with its number, so that a fake server recognizes it."""
     return PlannedRequest(index, at_s, [index, 1, 2], 3, tokens)
 
 
@@ -37,7 +37,7 @@ def plan(url: str, requests: Sequence[PlannedRequest], **options: object) -> Loa
 
 
 def record(index: int, sent: float, tokens: Sequence[float], *, error: str | None = None) -> RequestRecord:
-    """A timeline; the answer ends with its last token."""
+    """Return the timeline of a request. The answer ends with its last token."""
     return RequestRecord(
         index=index,
         scheduled_s=sent,
@@ -64,7 +64,7 @@ def make_run(
     steps: bool = True,
     lineup: Lineup | None = None,
 ) -> Run:
-    """A complete run of four requests with evenly spaced tokens."""
+    """Return a complete run of four requests with evenly spaced tokens."""
     requests = [
         record(i, 0.1 * i, [0.1 * i + 0.2 + gap_s * n for n in range(20 + i)]).rounded() for i in range(4)
     ]

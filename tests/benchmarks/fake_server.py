@@ -1,4 +1,4 @@
-"""A server with a script instead of a model: it knows exactly when it sent which token.
+"""A server that follows a script instead of a model, and records when it sent each token.
 
 Runs in a thread (`FakeServer`), or as a process: `python fake_server.py --gap 0.005 --die-after 20`.
 """
@@ -28,10 +28,10 @@ class Script:
         gap_s: delay of every other token, in seconds.
         style: `named` events like ours, or `plain` OpenAI chunks.
         faults: for requests by the first id of their prompt: refuse, error, drop, stall, short, empty, or json.
-        die_after: the process ends, without a word, after so many tokens in all.
+        die_after: the process ends without a message after this many tokens in all.
         limit: requests answered at the same time; others wait. None: no limit.
         telemetry: whether there is a /telemetry.
-        token_ids: whether plain chunks say which token they bring.
+        token_ids: whether plain chunks have token ids.
     """
 
     first_s: float = 0.02
@@ -45,7 +45,7 @@ class Script:
 
 
 class FakeApp:
-    """The script's actor: one HTTP/1.1 connection per request."""
+    """Serves requests as the script says, each on an HTTP/1.1 connection of its own."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -169,7 +169,7 @@ class FakeApp:
         writer.write(b"0\r\n\r\n")
 
     def token(self, index: int) -> bytes:
-        text = "" if index % 3 == 2 else " a"  # every third is held back: it still is a token
+        text = "" if index % 3 == 2 else " a"  # every third token's text is held back
         choice = {"index": 0, "text": text, "finish_reason": None}
         if self.script.style == "named":
             event = {"choices": [choice], "token": text, "token_id": index}

@@ -1,4 +1,4 @@
-"""The load a server is offered is the same share of what it can do, on every machine."""
+"""Calibration: on every machine, the offered load is the same share of the server's capacity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATED = [name for name, workload in WORKLOADS.items() if workload.rate is not No
 
 
 class Machine:
-    """Serves any burst in the times it is given, one after the other."""
+    """Stands for a server: each plan takes the next of the given times."""
 
     def __init__(self, *seconds: float, error: str | None = None) -> None:
         self.seconds = list(seconds)
@@ -49,7 +49,7 @@ def test_offered_load_is_the_same_on_every_machine(name: str, seconds: float, wr
 
 def test_the_factor_by_hand(writer: PromptWriter) -> None:
     found = measure(Machine(5.0, 4.0), writer, "continuous_batching")
-    assert found.capacity == pytest.approx(2.0)  # eight requests in 4 s: the better round
+    assert found.capacity == pytest.approx(2.0)  # eight requests in 4 s, the faster round
     assert found.reference == pytest.approx(4.0 / 1.1)
     assert found.factor == pytest.approx(2.0 / (4.0 / 1.1))
     assert (found.mode, found.batch, found.measured_on) == ("auto", 8, "x")
@@ -67,7 +67,7 @@ def test_it_measures_a_full_batch_of_equal_average_requests(writer: PromptWriter
         assert {request.send_at_s for request in plan.requests} == {0.0}
         assert len(plan.warmup) == 2
     prompts = [tuple(request.prompt) for plan in (first, second) for request in plan.requests]
-    assert len(set(prompts)) == 10  # a cache of prefixes helps nobody
+    assert len(set(prompts)) == 10  # so a prefix cache has no hits
 
 
 def test_prefix_caching_is_calibrated_without_a_shared_prefix(writer: PromptWriter) -> None:

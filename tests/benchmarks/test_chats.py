@@ -70,7 +70,7 @@ def test_a_prompt_is_the_message_in_the_models_template(writer: PromptWriter, to
 def test_prompts_and_answers_of_a_chat_make_the_whole_conversation(
     writer: PromptWriter, tokenizer: Tokenizer
 ) -> None:
-    """The load generator appends each answer as it came, with the token that ended it."""
+    """The load generator appends each answer with the token that ended it."""
     template = tokenizer.chat_template
     assert template is not None
     said = ["Hello.", "Can you say that again?", "And once more?"]
@@ -86,7 +86,7 @@ def test_prompts_and_answers_of_a_chat_make_the_whole_conversation(
 
 
 def test_the_template_writes_a_system_prompt_once(tokenizer: Tokenizer) -> None:
-    """As that of SmolLM2 does, when the first message is a user's."""
+    """Like SmolLM2's, the template adds a system prompt if the first message is a user's."""
     source = (
         "{% if messages[0]['role'] != 'system' %}[Be kind.]{% endif %}"
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"

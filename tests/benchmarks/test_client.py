@@ -1,4 +1,4 @@
-"""Reading streams: ours, and those of any other OpenAI-compatible server."""
+"""Reading streams of our servers, and of any other OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_chunk_that_only_ends_brings_no_token() -> None:
 
 
 def test_tokens_that_are_named_count_whatever_their_text() -> None:
-    """The last may have none, and come with the word that it is the last; two may come at once."""
+    """Token ids count even if their chunk has no text or a finish reason. A chunk may have two of them."""
     reader = AnswerReader()
     assert reader.feed(b'data: {"choices":[{"text":"Hi","token_ids":[4,5],"finish_reason":null}]}\n\n') == 2
     assert reader.feed(b'data: {"choices":[{"text":"","token_ids":[6],"finish_reason":"length"}]}\n\n') == 1
@@ -69,7 +69,7 @@ def test_tokens_that_are_named_count_whatever_their_text() -> None:
 
 
 def test_usage_of_null_does_not_wipe_usage_that_came() -> None:
-    """With include_usage, every chunk but one says `"usage": null`."""
+    """With include_usage, every chunk but one has `"usage": null`."""
     reader = AnswerReader()
     reader.feed(b'data: {"choices":[],"usage":{"completion_tokens":5}}\n\n')
     reader.feed(b'data: {"choices":[],"usage":null}\n\ndata: [DONE]\n\n')

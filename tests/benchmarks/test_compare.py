@@ -55,7 +55,7 @@ def run_comparison(
 def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     targets = [fake_target("phase 4", 4, gap=0.02), fake_target("phase 5", 5, gap=0.004)]
     runs, printed = run_comparison(targets, writer, tmp_path, repeats=2)
-    # Turned round in the second repeat.
+    # The order is reversed in the second repeat.
     assert [(run.server.label, run.repeat) for run in runs] == [
         ("phase 4", 1),
         ("phase 5", 1),
@@ -66,7 +66,7 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     assert command_line.exit_code(runs) == 0
     assert "phase 4" in printed
     assert "tokens / s" in printed
-    # Both got the same work.
+    # Both got the same requests.
     work = [[(r.prompt_tokens, r.max_tokens, r.scheduled_s) for r in run.requests] for run in runs]
     assert all(each == work[0] for each in work)
     saved = load_runs(tmp_path)
@@ -82,7 +82,7 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
 def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
     tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped in the second repeat, with a run of each server there: what is there says that more was to come."""
+    """A comparison is stopped in its second repeat. Its files say that more runs belong to it."""
     run_once = benchmarks.compare.run_once
 
     def stopped(*arguments: object) -> Run:
@@ -99,7 +99,7 @@ def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
     assert len(together.runs) == 3
     assert not is_complete(together.runs)
     assert load_groups(tmp_path) == []
-    # Of two workloads, the one that was done stands.
+    # If the second of two workloads is stopped, the first one counts as complete.
     for path in tmp_path.glob("*.json"):
         path.unlink()
     with pytest.raises(KeyboardInterrupt):
@@ -110,7 +110,7 @@ def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
 def test_a_run_beside_busy_programs_says_so(
     tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at before the first run and after each: the second and the third touch a busy moment."""
+    """Load is measured before the first run and after each. The runs before and after a busy moment get a note."""
     looks = iter([0.0, 0.0, 1.5, 0.0, 0.0])
     monkeypatch.setattr(benchmarks.compare, "cores_taken", lambda: next(looks))
     monkeypatch.setattr(benchmarks.environment, "cores", lambda: 2)
@@ -147,7 +147,7 @@ def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None
     assert found["metrics"]["output_tokens"] == sum(r["max_tokens"] for r in found["requests"])
     assert (
         found["server_metrics"]["steps"] == found["metrics"]["output_tokens"]
-    )  # a step a token, warm-up left out
+    )  # one step for each token, without the warm-up
     assert len(found["engine_steps"]["started_s"]) == found["server_metrics"]["steps"]
     for request in found["requests"]:
         assert len(request["token_times_s"]) == request["max_tokens"] == request["completion_tokens"]
@@ -165,7 +165,7 @@ def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None
 
 
 def test_auto_calibrates_once_on_the_first_server(tmp_path: Path, writer: PromptWriter) -> None:
-    """At two at a time and 10 tokens × 10 ms, a batch of two takes about 0.1 s: some 20 requests a second."""
+    """A batch of two requests with 10 tokens × 10 ms takes about 0.1 s: some 20 requests a second."""
     slow = fake_target("phase 4", 4, first=0.01, gap=0.01, limit=2)
     even = replace(TINY, new_tokens=Lengths(10, 10))
     targets = [slow, fake_target("phase 5", 5)]
@@ -191,7 +191,7 @@ def test_a_server_that_dies_in_a_run_fails_it(tmp_path: Path, writer: PromptWrit
     assert runs[0].metrics.errors > 0
     assert runs[0].server.exit_code == 7
     assert "phase 4, tiny: failed" in printed
-    assert load_runs(tmp_path)[0].status == "failed"  # kept, not passed over
+    assert load_runs(tmp_path)[0].status == "failed"  # failed runs are kept
 
 
 def test_a_server_that_does_not_start_fails_its_run(tmp_path: Path, writer: PromptWriter) -> None:
@@ -226,7 +226,7 @@ def test_failed_requests_make_a_run_incomplete(tmp_path: Path, writer: PromptWri
 
 
 def test_short_answers_make_a_run_incomplete(tmp_path: Path, writer: PromptWriter) -> None:
-    """A server that ends answers early has had less work than the others."""
+    """A server that ends answers early has less work than the others."""
     with FakeServer() as server:
         complete = server.app.complete
 
@@ -238,7 +238,7 @@ def test_short_answers_make_a_run_incomplete(tmp_path: Path, writer: PromptWrite
         (run,), _ = run_comparison([target], writer, tmp_path)
         assert (run.status, run.reason) == ("incomplete", "6 answers are shorter than asked for")
         (run,), _ = run_comparison([target], writer, tmp_path, ignore_eos=False)
-        assert run.status == "ok"  # nobody asked for full length
+        assert run.status == "ok"  # full length was not required
 
 
 # ---------------------------------------------------------------------------------------------- command line
@@ -265,7 +265,7 @@ def test_figures_without_matplotlib_say_what_to_install(
     printed = capsys.readouterr().err
     assert "matplotlib" in printed
     assert "make plots" in printed
-    assert "'.[docs]'" in printed  # not taken for markup
+    assert "'.[docs]'" in printed  # rich has not taken it for markup
     assert "Traceback" not in printed
 
 

@@ -1,4 +1,4 @@
-"""The demo: which phases it takes, and what its clients are told."""
+"""The demo: its options, and the messages that it prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.request import SamplingParams
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Phases that the demo would race; nothing is started."""
+    """Records the phases that the demo would race. No server is started."""
     raced: list[list[str]] = []
     monkeypatch.setattr(demo, "write", lambda phase, console: None)
     monkeypatch.setattr(demo, "chat", lambda phase, model, console: raced.append([model]))

@@ -1,4 +1,4 @@
-"""A dummy or a GGUF file as a Hugging Face folder: the same model for transformers, our own loader, and peers."""
+"""Exports of dummies and GGUF files as Hugging Face folders: transformers and our loader read the same model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.gguf_files import save_gguf
 from tests.helpers import draw_ids, largest_difference, load, oracle_logits, oracle_of, solo_logits, zoo
 
 TINY: dict[str, Any] = {
-    "vocab_size": 1300,  # more than the tokenizer that a dummy borrows has
+    "vocab_size": 1300,  # more than the dummy's tokenizer has
     "hidden_size": 42,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

@@ -1,4 +1,4 @@
-"""Published results are smaller than the runs they are made of, and say the same."""
+"""Published results are smaller than the runs that they are made of, and have the same numbers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_publishing_adds_to_what_was_published(tmp_path: Path, runs: list[Run]) 
     out = tmp_path / "out"
     publish(tmp_path / "runs", out, timelines="all")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    publish(tmp_path / "runs", out, timelines="all")  # the same replaces itself
+    publish(tmp_path / "runs", out, timelines="all")  # the same comparison is replaced
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     later = make_run(comparison="20270101-000000")
     save(tmp_path / "later", later, make_run(workload="baseline"))
@@ -114,7 +114,7 @@ def test_a_run_that_failed_is_published_and_counts_nowhere(tmp_path: Path) -> No
 
 
 def test_runs_beside_published_ones_are_read_too(tmp_path: Path, runs: list[Run]) -> None:
-    """And where a comparison is there twice, its own files count."""
+    """If a comparison is in both kinds of files, its runs' own files count."""
     publish(tmp_path / "runs", tmp_path / "runs", timelines="none")
     save(tmp_path / "runs", make_run(workload="baseline"))
     baseline, mixed = load_comparisons(tmp_path / "runs")
@@ -147,6 +147,6 @@ def test_what_is_published_here_is_small_and_whole() -> None:
         for run in each.runs:
             if run.requests and run.metrics is not None:
                 limits = {"slo_ttft_s": run.metrics.slo_ttft_s, "slo_itl_s": run.metrics.slo_itl_s}
-                # Since Python 3.12, a sum of floats has other last digits, and with it a mean.
+                # Since Python 3.12, sums of floats, and so means, have other last digits.
                 expected = pytest.approx(numbers(run.metrics), rel=1e-12, abs=0)
                 assert numbers(summarize(run.requests, **limits)) == expected, run.file_name

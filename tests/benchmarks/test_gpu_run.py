@@ -1,4 +1,4 @@
-"""The GPU run: its stages at toy sizes on a CPU, programs that fail or hang, and what it concludes."""
+"""The GPU run: its stages at toy sizes on a CPU, programs that fail or hang, and its verdicts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: `
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_stage_runs_at_toy_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing may be found out on a borrowed GPU that can be found out here."""
+    """Errors that a CPU can show must not first show on a borrowed GPU."""
     code = main(["--out", str(tmp_path)])
     shown = capfd.readouterr().out
     assert code == 0, shown
@@ -49,7 +49,7 @@ def test_every_stage_runs_at_toy_sizes(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_every_program_of_the_full_run_has_arguments_that_it_takes() -> None:
-    """Only a GPU can run these programs to their ends, but their words are checked here."""
+    """Only a GPU can run these programs to their ends, but their arguments are checked here."""
     for toy in (False, True):
         table = stages(toy=toy)
         assert list(table) == [1, 2, 3, 4, 5, 6]
@@ -70,7 +70,7 @@ def test_every_program_of_the_full_run_has_arguments_that_it_takes() -> None:
 
 
 def test_the_runner_needs_nothing_but_the_standard_library() -> None:
-    """A borrowed machine may lack any package, and this program is to say which."""
+    """A borrowed machine may lack packages, and this program must report which."""
     said = subprocess.run(
         [sys.executable, "-S", "-c", "import benchmarks.gpu.__main__"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -103,7 +103,7 @@ def run(stage: Stage, out: Path, deadline_s: float) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_failure_or_a_hang_stops_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that ignores SIGTERM and has a child is killed with it."""
+    """A program that ignores SIGTERM is killed together with its child."""
     (tmp_path / "hangs.py").write_text(
         "import signal, subprocess, sys\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

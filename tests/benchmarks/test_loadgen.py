@@ -1,4 +1,4 @@
-"""The load generator against a server that knows when it sent what."""
+"""The load generator compared with a server that records when it sent each token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.benchmarks.fake_server import FakeServer, Script
 
 
 def load(request_plan: LoadPlan) -> LoadResult:
-    """In this process: quicker to start, and as good where no time is compared."""
+    """Run a plan in this process, which starts faster. For tests that compare no exact times."""
     return asyncio.run(generate_load(request_plan))
 
 
@@ -27,7 +27,7 @@ def load(request_plan: LoadPlan) -> LoadResult:
 
 
 class Comparison(NamedTuple):
-    """How the client's times of a run differ from the server's own, in seconds; medians."""
+    """Medians of the differences between the client's times and the server's, in seconds."""
 
     gap: float
     way_there: float
@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
 
 
 def compare_clocks(script: Script) -> Comparison:
-    """Both processes read the same monotonic clock, so what differs is the client's error."""
+    """Compare the client's times of a run with the server's. Both processes read the same monotonic clock."""
     with FakeServer(script) as server:
         result = run_load(plan(server.url, [planned(i, 0.03 * i, tokens=20) for i in range(8)]))
         app = server.app
@@ -57,15 +57,14 @@ def compare_clocks(script: Script) -> Comparison:
 
 @pytest.mark.parametrize("style", ["named", "plain"])
 def test_times_are_those_of_the_server(style: str) -> None:
-    """Within 2 ms of when the server wrote the tokens.
+    """The client's times are within 2 ms of those at which the server wrote the tokens.
 
-    A client that errs does so every time; a busy machine that wakes it late does not. So one good run of five is
-    enough, and no run is when the client is wrong.
+    One good run of five is enough: a busy machine spoils some runs, but an error of the client spoils all.
     """
     seen = []
     for _ in range(5):
         found = compare_clocks(Script(first_s=0.05, gap_s=0.01, style=style))
-        # TTFT = the way there (a connection, a request) + the script + the way back.
+        # TTFT = the way there (connection and request) + the script's delay + the way back.
         if found.gap < 0.002 and 0 <= found.way_there < 0.05 and 0 <= found.way_back < 0.002:
             return
         seen.append(found)
@@ -107,7 +106,7 @@ def test_sequential_waits_for_each_answer() -> None:
 
 
 def chat(first: int, turns: int, *, text: bool = False) -> list[PlannedRequest]:
-    """A conversation whose prompts begin with `first`; request numbers count up from there."""
+    """Return a conversation. Its requests are numbered from `first` on, and its prompts begin with `first`."""
     return [
         PlannedRequest(
             first + turn,
@@ -123,7 +122,7 @@ def chat(first: int, turns: int, *, text: bool = False) -> list[PlannedRequest]:
 
 @pytest.mark.parametrize("style", ["named", "plain"])
 def test_a_turn_goes_on_from_the_answer_before(style: str) -> None:
-    """The fake server's ids are 0, 1, 2, … in each answer."""
+    """The fake server's answers have the ids 0, 1, 2, …"""
     with FakeServer(Script(style=style)) as server:
         result = load(plan(server.url, [*chat(0, 3), *chat(3, 2)], sequential=False))
         prompts = [body["prompt"] for body in server.app.bodies]
@@ -226,13 +225,13 @@ def test_one_failure_is_one_failure(fault: str, said: str, tokens: int, style: s
     assert errors[2] is None
     assert errors[1] is not None
     assert said in errors[1]
-    assert len(result.requests[1].token_times_s) == tokens  # what came before is kept
+    assert len(result.requests[1].token_times_s) == tokens  # tokens before the fault are kept
     assert result.requests[1].finished_s is not None
     assert result.abort is None
 
 
 def test_a_stream_that_ends_without_saying_so_is_an_error() -> None:
-    """The chunked body is complete, HTTP is happy, but neither `done` nor `[DONE]` came."""
+    """The chunked HTTP body is complete, but has neither `done` nor `[DONE]`."""
     with FakeServer() as server:
         server.app.end = lambda usage: b": nothing\n\n"  # type: ignore[method-assign]
         result = load(plan(server.url, [planned(0, tokens=4)]))

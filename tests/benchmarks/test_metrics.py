@@ -1,4 +1,4 @@
-"""Numbers against values computed by hand."""
+"""Metrics compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_a_run_by_hand() -> None:
     records = [
         record(0, 0.0, [0.5, 0.6, 0.7, 1.1]),  # TTFT 0.5, gaps 0.1 0.1 0.4, latency 1.1
         record(1, 1.0, [1.2, 1.3]),  # TTFT 0.2, gap 0.1, latency 0.3
-        record(2, 2.0, [2.5, 9.0], error="dropped"),  # counts as an error, and nowhere else
+        record(2, 2.0, [2.5, 9.0], error="dropped"),  # counts only as an error
         record(3, 3.0, [4.0]),  # TTFT 1.0, no gap, latency 1.0
     ]
     records[1].max_tokens = 5  # shorter than asked for
     found = summarize(records, slo_ttft_s=0.6, slo_itl_s=0.2)
     assert (found.requests, found.completed, found.errors, found.short) == (4, 3, 1, 1)
-    assert found.duration_s == pytest.approx(9.0)  # until the broken one broke
+    assert found.duration_s == pytest.approx(9.0)  # until the failed request ended
     assert found.output_tokens == 7
     assert found.prompt_tokens == 300
     assert found.output_tokens_per_s == pytest.approx(7 / 9)
@@ -56,11 +56,11 @@ def test_a_run_by_hand() -> None:
     assert (found.ttft_s.p50, found.ttft_s.max) == pytest.approx((0.5, 1.0))
     assert found.itl_s is not None
     assert (found.itl_s.p50, found.itl_s.max) == pytest.approx((0.1, 0.4))
-    assert found.itl_s.p99 == pytest.approx(0.1 + 0.97 * 0.3)  # place 2.97 of 0..3
+    assert found.itl_s.p99 == pytest.approx(0.1 + 0.97 * 0.3)  # at place 2.97 of 0 to 3
     assert found.latency_s is not None
     assert found.latency_s.mean == pytest.approx((1.1 + 0.3 + 1.0) / 3)
     assert found.longest_stall_s == pytest.approx(0.4)
-    assert found.slo_attainment == pytest.approx(0.25)  # 0 stalls, 2 broke, 3 begins too late
+    assert found.slo_attainment == pytest.approx(0.25)  # request 0 stalls, 2 fails, 3 begins too late
 
 
 def test_servers_that_may_end_early_have_no_short_answers() -> None:

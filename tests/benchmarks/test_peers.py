@@ -33,14 +33,14 @@ from tests.helpers import zoo
 
 
 def counted(prompt: list[int], max_tokens: int) -> Iterator[int]:
-    """Count, and fail for a prompt that begins with 13."""
+    """Yield 0, 1, 2, …, and fail at the end if the prompt begins with 13."""
     yield from range(max_tokens)
     if prompt[0] == 13:
         raise ValueError("no luck")
 
 
 def ask(*requests: PlannedRequest) -> list[RequestRecord]:
-    """Send requests at once to a peer that counts, without a socket."""
+    """Send requests at once to a peer that answers with `counted`, without a socket."""
 
     async def go() -> list[RequestRecord]:
         transport = httpx.ASGITransport(create_app(counted, "m"))
@@ -78,7 +78,7 @@ def test_unknown_peers_are_refused(name: str) -> None:
 
 
 def environment_at(folder: Path) -> Path:
-    """Something that looks like a virtual environment: this one's python, without packages of its own."""
+    """Make a folder that looks like a virtual environment. Its `python` starts this environment's Python."""
     (folder / "bin").mkdir(parents=True)
     python = folder / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -115,7 +115,7 @@ def test_a_peer_that_is_not_installed_is_one_line(
         assert "\n" not in str(refusal.value)
     with pytest.raises(StartupError, match=LIBRARIES[peer].packages[0]):
         find_environment(peer, "")
-    # Programs say it before they start anything.
+    # Programs print it before they start anything.
     assert command_line.main(["micro", "decode_step", "--peer", f"{peer}={empty}"]) == 2
     if peer == "vllm":
         assert command_line.main(["compare", "--peer", f"{peer}={empty}", "--phases", "4"]) == 2
@@ -123,7 +123,7 @@ def test_a_peer_that_is_not_installed_is_one_line(
 
 
 def test_vllm_is_served_the_weights_and_bytes_of_the_phases(installed: Path) -> None:
-    """And results keep no folder of the user's."""
+    """vLLM gets the same weights and bytes of memory as the phases, and results have no folder of the user's."""
     setup = Setup(model="zoo:llama-tiny", dtype="float32", slots=4, max_seq_len=1024, device="cpu")
     paged = phase_target("6", setup).options
     vllm = peer_target(f"vllm={installed}", setup)

@@ -1,4 +1,4 @@
-"""Figures follow the results: the same ones give the same bytes, others others, none none."""
+"""Figures follow the results: the same results give the same bytes, other results other figures, none no figure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_same_results_give_the_same_bytes(results: Path, drawn: dict[str, by
 
 
 def test_other_results_give_other_figures(results: Path, drawn: dict[str, bytes]) -> None:
-    """Every figure shows something of the requests or of the steps that were changed."""
+    """Requests and steps are changed so that every figure changes."""
     run = make_run("phase 5", 5, gap_s=0.03)
     assert run.engine_steps is not None
     run.engine_steps["kv_used_tokens"] = [value + 200 for value in run.engine_steps["kv_used_tokens"]]
@@ -184,7 +184,7 @@ def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
     assert group.first.comparison == "20260101-000000"
     save(tmp_path, make_run(comparison="20990101-000000", lineup=cut, repeat=2))
     (group,) = load_groups(tmp_path)
-    assert len(group.servers) == 2  # complete now, and with fewer servers
+    assert len(group.servers) == 2  # the cut one is complete now, but has fewer servers
     (tmp_path / two_phases()[1].file_name).unlink()
     (group,) = load_groups(tmp_path)
     assert group.first.comparison == "20990101-000000"

@@ -1,4 +1,4 @@
-"""The closing table."""
+"""The table at the end of a comparison."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_summary_fits_a_narrow_terminal_however_many_servers_there_are() -> 
     console.print(summary(runs))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
-    for number in range(4, 10):  # a line each: nothing is wrapped
+    for number in range(4, 10):  # each phase has a line: none is wrapped
         (line,) = (line for line in lines if line.startswith(f" phase {number} "))
         for value in (f"{12345 * number:,}", "123.46 s", "123 ms", "10 ms"):
             assert value in line

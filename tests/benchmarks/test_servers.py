@@ -1,4 +1,4 @@
-"""Starting and stopping servers, and what phases are started with."""
+"""Starting and stopping servers, and the options that phases are started with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = ["phase4_static", "phase5_continuous", "phase6_paged", "phase7_chunked"
 
 
 def fake_target(label: str = "fake", order: float = 4, **options: object) -> Target:
-    """The scripted server as a process of its own."""
+    """Return the target of a scripted server in a process of its own."""
     named = {name.replace("_", "-"): str(value) for name, value in options.items()}
     return Target(label, order, None, named, program=(sys.executable, str(FAKE)))
 
@@ -64,7 +64,7 @@ def test_every_phase_has_the_same_memory_model_and_seed() -> None:
     for key, value in (("model", "dummy:llama-60m"), ("seed", "3"), ("max-seq-len", "4096"), ("port", "0")):
         assert {target.options[key] for target in targets} == {value}
     assert [target.label for target in targets] == ["phase 4", "phase 5", "phase 6", "phase 7", "phase 12"]
-    # A phase nobody has heard of is started like the one before it.
+    # An unknown phase is started like the phase before it.
     assert targets[-1].options == targets[-2].options
     assert targets[0].options["max-batch-size"] == "8"
     assert targets[2].options["max-batch-size"] == "24"
@@ -145,7 +145,7 @@ def test_a_server_that_runs_already_is_left_running() -> None:
         target = Target("there", 100, None, {}, url=fake.url + "/v1/")
         with open_server(target) as server:
             assert (server.url, server.model) == (fake.url, "fake")
-        with open_server(target) as server:  # still there
+        with open_server(target) as server:  # it still runs
             assert server.model == "fake"
 
 

@@ -1,4 +1,4 @@
-"""Tables of what is measured in one process: kept whole, found again, and no obstacle to the runs beside them."""
+"""Measured tables: saved whole, found again, and not mistaken for the runs beside them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_runs_and_tables_lie_side_by_side(tmp_path: Path) -> None:
     assert "2026-01-02: decode_step" in shown
     a_table("decode_step", "2026-03-03T00:00:00+00:00").save(tmp_path / "h200")
     page = pages.measured_table("decode_step", tmp_path)
-    assert page.index("2026-03-03") < page.index("2026-01-02")  # of each machine, the newest first
+    assert page.index("2026-03-03") < page.index("2026-01-02")  # for each machine, the newest first
     assert "python -m benchmarks micro memory_pressure" in pages.measured_table("memory_pressure", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Traces kept beside results: whole lines whatever the network makes of them, and a note where there is none."""
+"""Traces kept beside results: whole events however the network cuts them, and a note if there is no trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVENTS = [{"ph": "M", "name": "é", "pid": 1}, *({"ph": "C", "ts": i, "name": "n
 
 @contextmanager
 def serving(chunks: list[bytes], *, ends: bool, key: str | None = None) -> Iterator[str]:
-    """A server whose /trace sends these pieces, and then nothing more, or its end."""
+    """Run a server whose /trace sends these pieces, and then ends or hangs."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -48,7 +48,7 @@ def serving(chunks: list[bytes], *, ends: bool, key: str | None = None) -> Itera
                 self.close_connection = True
 
         def log_message(self, *_: object) -> None:
-            """Nothing is logged."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -98,7 +98,7 @@ def test_a_key_is_sent_and_a_refusal_is_said(tmp_path: Path) -> None:
             pass
     assert problems == ["the server has none (status 401 of /trace)"]
     assert not (tmp_path / "b.trace").exists()
-    with kept_trace(url, tmp_path / "b.trace") as problems:  # it has gone
+    with kept_trace(url, tmp_path / "b.trace") as problems:  # the server has ended
         pass
     (problem,) = problems
     assert "does not answer" in problem

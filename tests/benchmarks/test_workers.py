@@ -51,7 +51,7 @@ def ours() -> Iterator[WorkerProcess]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """The tokens that our plain loop generates."""
+    """The tokens that `generate()` gives."""
     model = load(zoo("llama-tiny"))
     params = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
     requests = [Request(str(n), prompt, params) for n, prompt in enumerate(PROMPTS)]
@@ -130,7 +130,7 @@ def test_quantized_weights_are_kept_apart(tmp_path: Path) -> None:
 
 
 class Script(SteppingWorker):
-    """Steps of given lengths, each with the jobs that get a token from it."""
+    """A worker with scripted steps: the seconds of each, and the jobs that get a token from it."""
 
     name = "a script"
 
@@ -139,7 +139,7 @@ class Script(SteppingWorker):
         self._steps = iter(steps)
 
     def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
-        """All is in the script."""
+        """Do nothing: the script has all jobs."""
 
     def step(self) -> Iterable[tuple[int, int]]:
         seconds, jobs = next(self._steps)
@@ -151,10 +151,10 @@ def test_prefill_ends_with_the_last_first_token(monkeypatch: pytest.MonkeyPatch)
     steps = [
         (1.0, []),  # a part of a prompt
         (2.0, [1]),
-        (4.0, [1, 0]),  # the other one begins; the first one's second token came beside its prompt
+        (4.0, [1, 0]),  # job 0 gets its first token beside job 1's second
         (0.25, [0, 1]),
         (0.75, [0, 1]),
-        (8.0, [0]),  # one is done: no step of the whole batch
+        (8.0, [0]),  # job 1 is done, so the step is not one of the whole batch
     ]
     worker = Script(steps)
     monkeypatch.setattr(protocol.time, "perf_counter", lambda: worker.now_s)
@@ -174,7 +174,7 @@ def test_steps_that_only_bring_first_tokens_are_no_decode_steps(monkeypatch: pyt
 
 
 class Counting(WorkerProcess):
-    """A worker without a process: takes `seconds` for everything, and answers with the prompts' first tokens."""
+    """A worker without a process. It reports `seconds` for each turn, and the prompts' first tokens."""
 
     def __init__(self, name: str, seconds: Callable[[int], float], log: list[tuple[str, Any]]) -> None:
         self.name = name
@@ -220,7 +220,7 @@ def test_turns_alternate_and_everybody_gets_the_same_prompts(monkeypatch: pytest
         by_name.setdefault(name, []).append(sent)
     first, *others = by_name.values()
     assert all(sent == first for sent in others)
-    assert all(a != b for n, a in enumerate(first) for b in first[:n])  # nothing twice: no cache helps
+    assert all(a != b for n, a in enumerate(first) for b in first[:n])  # no prompt comes twice
 
 
 def test_our_last_phase_is_compared_with_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

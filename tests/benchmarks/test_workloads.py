@@ -1,4 +1,4 @@
-"""The workloads are the table's, exactly, and the same on every machine."""
+"""The workloads follow their table exactly, and are the same on every machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_lengths_and_counts(name: str, writer: PromptWriter) -> None:
 
 
 def test_lengths_use_the_whole_range() -> None:
-    """Both ends are reached, and the middle is the mean: drawn uniformly."""
+    """Both ends are drawn, and the mean is the middle, as in a uniform distribution."""
     rng = random.Random(0)
     drawn = [Lengths(32, 1024).draw(rng) for _ in range(50_000)]
     assert (min(drawn), max(drawn)) == (32, 1024)
@@ -73,7 +73,7 @@ def test_multi_turn_is_eight_chats_of_six_turns(writer: PromptWriter) -> None:
 
 
 def test_other_workloads_share_no_prefix(writer: PromptWriter) -> None:
-    """Beyond the token that begins every text, and the way a story may begin."""
+    """Prompts share at most the token that begins every text and the beginning of a story."""
     prompts = [request.prompt for request in build(WORKLOADS["paged_attention"], writer)]
     assert len({tuple(prompt[:64]) for prompt in prompts}) == len(prompts)
 
@@ -124,7 +124,7 @@ def test_poisson_arrivals_keep_the_rate_and_are_random(seed: int) -> None:
     assert times == sorted(times)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert 1 / statistics.mean(gaps) == pytest.approx(6.0, rel=0.10)
-    # Gaps of a Poisson process spread as widely as they are long; evenly spaced ones would not at all.
+    # The gaps of a Poisson process have a standard deviation equal to their mean. Even gaps would have none.
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(1.0, abs=0.12)
 
 

@@ -1,4 +1,4 @@
-"""Real models, ours and transformers'. A model that cannot be fetched is skipped, with the reason."""
+"""Real models, loaded by us and by transformers. A model that cannot be fetched is skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_POSITIONS = 2304
 
 
 class RealModel:
-    """A fetched model. Each of its parts is loaded when it is first asked for."""
+    """A fetched model. Each part is loaded at its first use."""
 
     def __init__(self, name: str, file: Path) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class RealModel:
 
     @functools.cached_property
     def model(self) -> CausalLM:
-        """As a server computes it, in float32."""
+        """The model as a server computes it, but in float32."""
         return self.load(torch.float32)
 
     def load(self, dtype: torch.dtype) -> CausalLM:
@@ -51,7 +51,7 @@ class RealModel:
 
     @functools.cached_property
     def oracle(self) -> PreTrainedModel:
-        """As transformers reads the same file, in float32."""
+        """The model as transformers reads the same file, in float32."""
         return AutoModelForCausalLM.from_pretrained(
             self.file.parent, gguf_file=self.file.name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -61,10 +61,10 @@ class RealModel:
 
     @functools.cached_property
     def oracle_tokenizer(self) -> Any:
-        """As transformers reads the same file.
+        """The tokenizer as transformers reads the same file.
 
-        It does not know SmolLM's pre-tokenizer, and splits numbers by GPT-2's rule. Here it gets the one of the
-        model's own tokenizer.json, which is also llama.cpp's.
+        transformers does not know SmolLM's pre-tokenizer, and splits numbers by GPT-2's rule. So the pre-tokenizer
+        is replaced by that of the model's own tokenizer.json, which llama.cpp uses, too.
         """
         tokenizer = AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
         if self.name == "smollm2":
@@ -75,7 +75,7 @@ class RealModel:
 
 @functools.cache
 def opened(name: str) -> RealModel | str:
-    """A model, or the reason why it cannot be fetched."""
+    """Fetch a model. Returns it, or the reason why it cannot be fetched."""
     try:
         return RealModel(name, fetch(name))
     except StartupError as error:
@@ -94,7 +94,7 @@ def real(request: pytest.FixtureRequest) -> RealModel:
 
 @pytest.fixture(params=[pytest.param("smollm2", marks=pytest.mark.xdist_group("smollm2"))], scope="session")
 def chat_model(request: pytest.FixtureRequest) -> RealModel:
-    """The one that has a chat template."""
+    """The model that has a chat template."""
     found = opened(request.param)
     if isinstance(found, str):
         pytest.skip(found)

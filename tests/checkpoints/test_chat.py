@@ -112,7 +112,7 @@ def function(name: str, description: str, **properties: dict[str, str]) -> Any:
 
 
 def test_a_chat_calls_the_right_tool_and_reads_its_result(client: openai.OpenAI) -> None:
-    """What the page on tools shows."""
+    """The example of the page on tools."""
     weather = function("get_weather", "Get the current weather in a city.", city={"type": "string"})
     add = function("add", "Add two numbers.", a={"type": "number"}, b={"type": "number"})
     asked: Any = {"model": "smollm2", "temperature": 0, "max_tokens": 100}

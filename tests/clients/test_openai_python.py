@@ -1,4 +1,4 @@
-"""The `openai` library for Python, as its users use it: completions and chat, whole and streamed.
+"""The `openai` library for Python: completions and chat, whole and streamed.
 
 It is installed with the project's own packages, and so runs in the ordinary suite, too.
 """
@@ -25,7 +25,7 @@ pytestmark = on_phases(*map(phase_number, phase_names()))
 
 @dataclass
 class Api:
-    """Completions or chat, of a client that may be asynchronous."""
+    """The completions or the chat of a client, which may be asynchronous."""
 
     client: openai.OpenAI | openai.AsyncOpenAI
     model: str
@@ -39,7 +39,7 @@ class Api:
 
 
 def text_of(choice: Any) -> str:
-    """The text of a choice, or of its part in a chunk."""
+    """Return the text of a choice, or of a choice's part in a chunk."""
     if hasattr(choice, "text"):
         return str(choice.text)
     return (choice.message if hasattr(choice, "message") else choice.delta).content or ""
@@ -79,7 +79,7 @@ def api(client: openai.OpenAI, server: ServerProcess, chats: bool) -> Api:
 
 @pytest.fixture
 def prompt(chats: bool) -> Any:
-    """The prompt that gets the same answer from the native route."""
+    """A prompt for which the native route gives the same answer."""
     return rendered(MESSAGES) if chats else PROMPT
 
 
@@ -205,7 +205,7 @@ def test_an_answer_can_be_sent_back(client: openai.OpenAI, server: ServerProcess
     for question in ("And then?", "Who was it?"):
         answer = client.chat.completions.create(model=server.model, messages=messages, max_tokens=12)
         messages += [answer.choices[0].message, {"role": "user", "content": question}]
-    messages[2] = messages[2].model_dump()  # with its nulls
+    messages[2] = messages[2].model_dump()  # a dict with null fields
     assert client.chat.completions.create(model=server.model, messages=messages, max_tokens=2).choices
 
 

@@ -48,7 +48,7 @@ def client(options: dict[str, Any], server: ServerProcess) -> Iterator[openai.Op
 
 @pytest.fixture
 def asked(server: ServerProcess) -> dict[str, Any]:
-    """The arguments of every call."""
+    """Arguments that every call has."""
     return {"model": server.model, "input": MESSAGES, "temperature": 0}
 
 

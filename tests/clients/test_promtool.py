@@ -1,4 +1,4 @@
-"""`/metrics`, checked by Prometheus' own tool, where a machine has it (Debian's package `prometheus` does)."""
+"""`/metrics`, checked by Prometheus' own tool, if it is installed (Debian's package `prometheus` has it)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PROMTOOL = shutil.which("promtool")
 TOOL = Program("promtool", ["promtool", "--version"])
 pytestmark = [pytest.mark.clients, ON_TWO_PHASES]
 
-#: The one thing that it says of vLLM's names, and of ours that follow them.
+#: The only complaint about vLLM's names, and about ours, which follow them.
 COLON = re.compile(r"\S+ metric names should not contain ':'")
 
 
 def check(page: str) -> tuple[int, list[str]]:
-    """The exit code (0: clean, 3: not as it should be written, 1: cannot be read), and what was said."""
+    """Return promtool's exit code (0: clean, 3: bad style, 1: cannot be parsed) and the lines of its output."""
     if PROMTOOL is None:
         pytest.skip("there is no promtool on this machine")
     ran = subprocess.run(

@@ -13,7 +13,7 @@ from tests.server.support import ServerProcess
 
 @contextmanager
 def running(*arguments: Any, **options: Any) -> Iterator[ServerProcess]:
-    """A cluster, which is taken down at the end whatever has happened: Ray's processes would stay."""
+    """Run a cluster, and always take it down at the end, because Ray's processes would stay."""
     process = ServerProcess(*arguments, module="tests.cluster.start", **({"env": {}} | options))
     try:
         yield process
@@ -31,7 +31,7 @@ def phase() -> str:
 
 @pytest.fixture(scope="session")
 def shared_server(phase: str) -> Iterator[ServerProcess]:
-    """A cluster that tests of the API take for a server. They leave it as they find it."""
+    """A cluster in place of the server of the API's tests, which leave it unchanged."""
     with running(phase, "--max-seq-len", "1024", "--max-batch-size", "32") as process:
         yield process
         assert process.process.poll() is None, f"the cluster did not outlive its tests:\n{process.log_text}"

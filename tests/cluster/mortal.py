@@ -1,7 +1,6 @@
-"""Phase 8, of which one engine dies, as of a fault of its device: `--phase tests.cluster.mortal`.
+"""Phase 8 with engines that a test can kill, as by a fault of the device: `--phase tests.cluster.mortal`.
 
-It is the one that first computes anything while there is a file, whose path is in the environment. The file goes
-with it: the others live.
+The environment names a file. The first engine that computes while the file exists deletes it and dies.
 """
 
 from __future__ import annotations

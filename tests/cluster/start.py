@@ -1,5 +1,5 @@
-"""`python -m tests.cluster.start PHASE …`: a cluster, started as `tests.server.support` starts a server, with the
-phase first; its two replicas fit on however few cores there are."""
+"""`python -m tests.cluster.start PHASE …` starts a cluster with the arguments of a server's command. Each of the
+two replicas reserves a quarter of a core, so that they fit on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster does that a server does not: several engines, one address."""
+"""A cluster's own behaviour: several engines behind one address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = {"max_tokens": 3000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def death(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made, it ends the next engine that computes (`tests.cluster.mortal`)."""
+    """The path of a file. If a test creates it, the next engine that computes dies (`tests.cluster.mortal`)."""
     return tmp_path_factory.mktemp("death") / "now"
 
 
@@ -42,7 +42,7 @@ def small(death: Path) -> Iterator[ServerProcess]:
 
 
 def replicas(server: ServerProcess) -> dict[str, dict[str, float]]:
-    """Each replica's counters, by its name."""
+    """Return each replica's counters, by its name."""
     said = server.client.get("/telemetry").json()["replicas"]
     return {name: each["counters"] for name, each in said.items()}
 
@@ -60,14 +60,14 @@ def test_tokens_come_while_the_next_are_computed(server: ServerProcess) -> None:
                 other.get("/telemetry").json()["counters"]["requests_finished"]
                 == server.counted["requests_finished"]
             )
-        next(reads)  # what has come while the other was answered
+        next(reads)  # tokens that came while the other client was answered
         most = max(read.count(b"event: token") for read in reads)
     assert most < lump
 
 
 def test_streams_of_many_choices_come_whole(server: ServerProcess) -> None:
-    """What a step makes for them is more than an HTTP server sends at a time."""
-    prompts = [f"{i} is" for i in range(32)]  # so short that all begin, and end, in the same step
+    """The events of one step are larger than the pieces that an HTTP server sends at a time."""
+    prompts = [f"{i} is" for i in range(32)]  # so short that all choices begin and end in the same step
     for fields in [{"prompt": prompts}, {"n": 16, "logprobs": 20}] * 4:
         events = server.events(max_tokens=24, ignore_eos=True, **fields)
         ended = [data["choices"][0]["index"] for name, data in events if name == "done"]
@@ -104,7 +104,7 @@ def test_equal_beginnings_go_to_the_replica_that_has_them(server: ServerProcess)
     found = after["cached_tokens"] - before["cached_tokens"]
     assert found > 0.4 * (
         after["prompt_tokens"] - before["prompt_tokens"]
-    )  # each second time, all but the end
+    )  # of every second request, all but the end is a hit
 
 
 def test_busy_is_said_only_when_all_are_and_who_leaves_makes_room(small: ServerProcess) -> None:
@@ -127,12 +127,12 @@ def test_busy_is_said_only_when_all_are_and_who_leaves_makes_room(small: ServerP
     for client in clients:
         client.join()
     eventually(lambda: small.queue_room() == PLACES)
-    assert small.counters()["requests_cancelled"] >= 2  # those that were being computed, at least
+    assert small.counters()["requests_cancelled"] >= 2  # at least those that had a seat
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
 def half_a_request(server: ServerProcess, *headers: str, host: str = "localhost") -> socket.socket:
-    """A connection on which the head of a completion was sent, and none of its body."""
+    """Return a connection after sending the head of a completion request on it, but no body."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     lines = [
         "POST /v1/completions HTTP/1.1",
@@ -165,7 +165,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(small: ServerProcess) -> No
 
 
 def test_a_body_in_too_many_pieces_is_refused_by_the_front(small: ServerProcess) -> None:
-    """Ray's proxy would take each piece for a message of its own."""
+    """Ray's proxy would handle each piece as a message of its own."""
     lines = [
         "POST /v1/completions HTTP/1.1",
         "Host: x",
@@ -199,7 +199,7 @@ def test_hosts_are_looked_at_before_a_body(server: ServerProcess) -> None:
 
 
 class Watcher(threading.Thread):
-    """Asks again and again how the cluster is, and what it has counted."""
+    """Reads /health and /metrics of a cluster all the time."""
 
     def __init__(self, server: ServerProcess) -> None:
         super().__init__(daemon=True)
@@ -220,7 +220,7 @@ class Watcher(threading.Thread):
                         self.health.append(response.json())
 
     def states(self, status: str) -> list[dict[str, str]]:
-        """The replicas' states, each time that this was the cluster's status."""
+        """Return the replicas' states from every answer with this status of the cluster."""
         return [each["replicas"] for each in self.health if each["status"] == status]
 
 
@@ -254,7 +254,7 @@ def test_an_engine_that_dies_is_replaced_and_its_request_is_answered_by_another(
     death.touch()
     assert small.complete()["usage"]["completion_tokens"] == 8
     assert not death.exists()
-    assert small.complete()["usage"]["completion_tokens"] == 8  # whether or not Serve knows of it yet
+    assert small.complete()["usage"]["completion_tokens"] == 8  # even if Serve has not noticed yet
     eventually(lambda: len(replicas(small)) == 2 and len(set(replicas(small)) & before) == 1)
     for _ in range(4):
         assert small.complete()["usage"]["completion_tokens"] == 8

@@ -1,4 +1,4 @@
-"""`python -m cluster` as far as it goes without Ray: its options, and what it says where Ray is missing."""
+"""`python -m cluster` without Ray: its options, and its error if Ray is missing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_command_infer_has_a_word_for_it(capsys: pytest.CaptureFixture[str])
 
 
 def test_without_ray_one_line_says_how_to_get_it() -> None:
-    """The module is hidden, so that this holds where it is installed, too."""
+    """Ray is hidden, so the test also works if it is installed."""
     hide = "import sys; sys.modules['ray'] = None; from cluster.__main__ import main; main(['--phase', '7'])"
     ran = subprocess.run(
         [sys.executable, "-c", hide], capture_output=True, text=True, timeout=120, env=os.environ, check=False

@@ -1,4 +1,4 @@
-"""The front's checks, which replicas do not repeat, and the pace of its refusals. Its replicas are made up."""
+"""The front's checks, which replicas do not repeat, and the pace of its refusals. Replicas are stand-ins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Replicas:
         return self
 
     def remote(self, request: Forwarded) -> Reply:
-        name = next((name for name in "ab" if name not in request.avoid), "a")  # as a router chooses
+        name = next((name for name in "ab" if name not in request.avoid), "a")  # the router's choice
         self.asked.append(name)
         return Reply(self._answer(name, orjson.loads(request.body)["prompt"]))
 
@@ -74,13 +74,13 @@ class Reply:
 
 
 class Fronted:
-    """A front before made-up replicas."""
+    """A front with replicas that are stand-ins."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
     async def start(self, **options: Any) -> None:
-        from cluster.front import Front  # here, since it imports Ray
+        from cluster.front import Front  # imported late, because it imports Ray
 
         plain = Front.__mro__[1]  # without Serve's wrapper, which needs a running cluster
         self._front = plain.__new__(plain)
@@ -95,7 +95,7 @@ class Fronted:
 
     @asynccontextmanager
     async def answering(self, *headers: tuple[bytes, bytes]) -> AsyncIterator[None]:
-        """Meanwhile a stream that does not end is being answered."""
+        """Context manager: keep an endless stream running during the block."""
         begun = asyncio.Event()
         stream = asyncio.create_task(self.ask("long", *headers, begun=begun))
         try:
@@ -136,12 +136,12 @@ class Fronted:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds for which a refusal has waited. None of them pass."""
+    """The seconds for which each refusal has waited. Waiting takes no real time."""
     seconds: list[float] = []
     real_sleep = asyncio.sleep
 
     async def sleep(delay: float) -> None:
-        if delay == PULSE_EVERY_S:  # a task of the front, which no request waits for
+        if delay == PULSE_EVERY_S:  # the front's background task, for which no request waits
             await real_sleep(delay)
             return
         seconds.append(delay)

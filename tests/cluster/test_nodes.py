@@ -16,7 +16,7 @@ from tests.server.support import HANG_S, Event, eventually, read_events
 pytestmark = pytest.mark.cluster
 
 SEATS, STREAMS = 4, 16
-ANSWER = 1500  # tokens: seconds
+ANSWER = 1500  # tokens, which take seconds
 
 BODY = {
     "model": "zoo:llama-tiny",
@@ -28,7 +28,7 @@ BODY = {
 
 
 class Nodes:
-    """A cluster of a head and one more node, with a replica on each; its address."""
+    """A cluster of a head and one more node, with a replica on each node."""
 
     def __init__(self) -> None:
         prepare()
@@ -60,13 +60,13 @@ class Nodes:
         return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
 
     def running(self) -> dict[str, float]:
-        """Requests that each replica computes."""
+        """Return the number of requests that each replica computes."""
         said = httpx.get(f"{self.url}/metrics", timeout=HANG_S).text.splitlines()
         lines = [line for line in said if line.startswith("vllm:num_requests_running{")]
         return {line.partition('replica="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
 
     def warm_up(self) -> None:
-        """Until both replicas have computed something."""
+        """Send requests until both replicas have computed some."""
 
         def both_have() -> bool:
             for stream in [Stream(self.url, 4) for _ in range(2 * SEATS)]:
@@ -132,12 +132,12 @@ def test_a_node_that_is_lost_takes_only_the_streams_that_it_had_begun(nodes: Nod
 
     nodes.cluster.remove_node(nodes.other, allow_graceful=False)
     killed = time.monotonic()
-    after = Stream(nodes.url)  # new requests are served, by the node that is left
+    after = Stream(nodes.url)  # the remaining node serves new requests
     for stream in [*streams, after]:
         stream.join(HANG_S)
         assert stream.ended, "a stream hangs"
 
-    # Every stream has one end. Those that were begun on the lost node have an error, all others their whole answer.
+    # Every stream has one end: an error if it had begun on the lost node, otherwise its whole answer.
     assert all(stream.status == 200 and len(stream.terminal) == 1 for stream in [*streams, after])
     cut = [stream for stream in streams if stream.terminal == ["error"]]
     assert len(cut) == SEATS
@@ -146,11 +146,11 @@ def test_a_node_that_is_lost_takes_only_the_streams_that_it_had_begun(nodes: Nod
         assert stream.events[-1][1]["error"]["code"] == "replica_lost"
     whole = [stream for stream in [*streams, after] if stream.terminal == ["done"]]
     assert len(whole) == STREAMS - SEATS + 1
-    assert len({stream.text for stream in whole}) == 1  # nothing is missing, and nothing came twice
+    assert len({stream.text for stream in whole}) == 1  # no token is missing or came twice
     assert all(len(stream.events) == ANSWER + 1 for stream in whole)
     assert all(whole[0].text.startswith(stream.text) for stream in cut)
 
-    # Another node comes, and Serve puts the missing replica there.
+    # A new node joins, and Serve starts the missing replica there.
     nodes.add_node()
     nodes.warm_up()
     print(f"two replicas again {time.monotonic() - killed:.1f} s after the loss")

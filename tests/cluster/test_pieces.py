@@ -1,4 +1,4 @@
-"""The parts of a cluster that know nothing of Ray."""
+"""The parts of a cluster that do not use Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = unavailable("lost", code="replica_lost", retry_after_s=1)
 
 
 class Client:
-    """Takes an answer, and reads its events."""
+    """Records an answer's messages."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -50,7 +50,7 @@ class Client:
 
 
 def cut(path: str, parts: Sequence[Part], *, error: ApiError = LOST) -> Client:
-    """A client whose replica was lost after it had sent so much."""
+    """Return a client whose replica was lost after it had sent `parts`."""
 
     async def run() -> Client:
         client = Client()
@@ -77,7 +77,7 @@ STREAM = Head(200, HEADERS, (*ENDS, LAST))
 
 
 def test_an_answer_of_a_known_length_ends_with_its_last_byte() -> None:
-    """Its client may send the next request at once, on the same connection."""
+    """So the client may send the next request on the same connection at once."""
 
     async def run() -> None:
         client = Client()
@@ -172,7 +172,7 @@ def engine() -> Engine:
 
 
 def parts_of(engine: Engine, path: str, fields: dict[str, Any]) -> list[Part]:
-    """Every part that a replica sends of an answer, in order."""
+    """Return all parts of an answer that a replica sends, in order."""
     app = create_app(engine)
     body = orjson.dumps({"model": "zoo:llama-tiny", **fields})
     request = Forwarded("POST", path, b"", ((b"content-type", b"application/json"),), body)
@@ -185,7 +185,7 @@ def parts_of(engine: Engine, path: str, fields: dict[str, Any]) -> list[Part]:
 
 
 def test_a_long_stream_goes_to_the_front_in_whole_events_wherever_it_is_cut(engine: Engine) -> None:
-    """Pieces of a fixed size, as an HTTP server takes them, would cut events of such answers in two."""
+    """These answers have parts larger than an HTTP server's pieces, which would cut events in two."""
     longest = 0
     for path, fields, choices in (
         ("/v1/completions", MANY, 32),
@@ -200,7 +200,7 @@ def test_a_long_stream_goes_to_the_front_in_whole_events_wherever_it_is_cut(engi
         for end in range(1, len(parts) + 1):
             if end == len(parts) or not isinstance(
                 parts[end], Ended
-            ):  # bytes and what they end come together
+            ):  # `Ended` always comes with the bytes before it
                 ends = Ends.of(cut(path, [head, *parts[:end]]).body)
                 assert sorted(ends.choices) == list(range(choices))
                 assert ends.closed == (path != "/v1/completions")
@@ -213,7 +213,7 @@ def test_a_response_cut_anywhere_ends_failed_with_a_number_after_all(engine: Eng
     head, *parts = parts_of(engine, "/v1/responses", fields)
     assert isinstance(head, Head)
     for end in range(1, len(parts) + 1):
-        if end < len(parts) and isinstance(parts[end], Ended):  # bytes and what they end come together
+        if end < len(parts) and isinstance(parts[end], Ended):  # always comes with the bytes before it
             continue
         body = cut("/v1/responses", [head, *parts[:end]]).body
         events = [orjson.loads(line.removeprefix(b"data: ")) for line in body.splitlines()[1::3]]
@@ -234,9 +234,9 @@ class Ends:
     """How a stream ended for its client.
 
     Attributes:
-        choices: an index for each end of a choice, by a reason or by an error.
-        failed: how many of those were errors.
-        closed: whether it closed with `[DONE]`, once.
+        choices: the index of each choice that ended, with a finish reason or an error.
+        failed: the number of errors.
+        closed: whether the stream ended with `[DONE]`.
     """
 
     choices: list[int]
@@ -254,7 +254,9 @@ class Ends:
                 continue
             data = orjson.loads(line)
             failed += "error" in data
-            if "error" in data and "choices" not in data:  # a plain chunk does not say whose error it is
+            if (
+                "error" in data and "choices" not in data
+            ):  # a plain chunk does not name the choice of its error
                 choices.append(next(i for i in range(32) if i not in choices))
             choices += [
                 each["index"]
@@ -269,7 +271,7 @@ class Ends:
 
 
 async def slow_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends what it got, then a byte for each turn of the loop, until its client leaves."""
+    """Send the request's path and body back, then a byte in each turn of the event loop until the client leaves."""
     first = await receive()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
     await send(
@@ -310,7 +312,7 @@ def test_an_app_that_raises_ends_its_answer(caplog: pytest.LogCaptureFixture) ->
     assert "inside" in caplog.text
 
 
-# ---------------------------------------------------------------------- what a router goes by
+# ---------------------------------------------------------------------- keys of prefixes
 
 
 def keys_of(path: str = "/v1/completions", **fields: object) -> tuple[int, ...]:
@@ -380,7 +382,7 @@ def test_telemetry_is_summed_and_each_replicas_own_is_there() -> None:
     assert said["counters"] == {"steps": 7, "busy_s": 0.75}
     assert (said["queue_room"], said["max_batch_size"], said["max_seq_len"]) == (6, 16, 64)
     assert said["replicas"]["a"]["steps"] == [1, 2]
-    assert said["next_step"] == 7  # no reader looks for another page
+    assert said["next_step"] == 7  # the end, so readers ask for no other page
     assert orjson.loads(merged("/reset_prefix_cache", dict.fromkeys("ab", b'{"dropped_blocks":4}'))) == {
         "dropped_blocks": 8
     }
@@ -429,7 +431,7 @@ def test_a_dead_replica_is_left_out_of_a_sum() -> None:
             {"a": "ok", "b": "engine_dead", "c": "ok"},
         ),
         ({"a": "ok"}, "ab", False, "degraded", {"a": "ok", "b": "lost"}),
-        ({"a": "ok"}, "a", False, "degraded", {"a": "ok"}),  # Serve builds another
+        ({"a": "ok"}, "a", False, "degraded", {"a": "ok"}),  # Serve is starting the second replica
     ],
 )
 def test_a_cluster_is_well_enough_while_a_replica_lives(
@@ -448,7 +450,7 @@ def test_a_cluster_whose_engines_are_all_dead_is_dead() -> None:
     assert health({"a": DEAD, "b": DEAD}, wanted=2, known="ab", draining=False) == DEAD
 
 
-# ---------------------------------------------------------------------- how many
+# ---------------------------------------------------------------------- number of replicas
 
 
 @pytest.mark.parametrize(
@@ -457,5 +459,5 @@ def test_a_cluster_whose_engines_are_all_dead_is_dead() -> None:
 )
 def test_replicas_follow_the_sum_of_loads(loads: list[float], wanted: int) -> None:
     assert replicas_for(loads) == wanted
-    shared = sum(loads) / wanted  # once the new ones have their part, nobody wants more
+    shared = sum(loads) / wanted  # with the load spread evenly, the number stays
     assert replicas_for([shared] * wanted) == wanted

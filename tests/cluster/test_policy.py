@@ -1,4 +1,4 @@
-"""Routing policies, as functions of what a router knows."""
+"""Routing policies: functions of a request's keys and the replicas' loads."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def test_a_turn_for_everybody() -> None:
 @given(prompts=st.lists(PROMPTS, min_size=1, max_size=20), seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_equal_prompts_go_together(prompts: list[bytes], seed: int) -> None:
-    """To the one that has the whole of it, whatever came between."""
+    """A prompt goes to the replica that served it first, whatever prompts came between."""
     policy, first = Prefix(seed), {}
     for prompt in prompts:
         chosen = policy.choose(prefix_keys(prompt), idle("abc"))
-        if prompt:  # without a whole block there is nothing to remember
+        if prompt:  # an empty prompt has no block to remember
             assert first.setdefault(prompt, chosen) == chosen
 
 
@@ -105,7 +105,7 @@ def test_who_stood_in_for_a_favourite_has_the_prompt_too() -> None:
     assert policy.choose(keys, {favourite: busy, other: IDLE}) == other
     assert (
         policy.choose(keys, {favourite: busy.plus(-4), other: IDLE}) == other
-    )  # both hold it: the load decides
+    )  # both replicas have the prompt, so the load decides
 
 
 def test_a_replica_that_is_gone_is_nobodys_favourite() -> None:
@@ -200,12 +200,14 @@ def test_a_report_replaces_what_was_counted_before_it() -> None:
     table.begin("a")
     table.begin("a")
     assert table.load("a").active == 2
-    table.report("a", Load(seats=8, active=5, queue_room=64), 2)  # two of this router's, three of another's
+    table.report(
+        "a", Load(seats=8, active=5, queue_room=64), 2
+    )  # two of this router's requests, three others
     assert table.load("a").active == 5
     table.end("a")
-    table.report("a", Load(seats=8, active=5, queue_room=64), 2)  # seen before: it is not news
+    table.report("a", Load(seats=8, active=5, queue_room=64), 2)  # an old report is ignored
     assert table.load("a").active == 4
-    table.report("a", Load(seats=8, active=5, queue_room=64), 3)  # another's has come
+    table.report("a", Load(seats=8, active=5, queue_room=64), 3)  # the other router has sent another request
     assert table.load("a").active == 5
     table.keep([])
     table.end("a")
@@ -220,7 +222,7 @@ def test_the_unreported_are_not_full() -> None:
 
 
 def test_a_thousand_replicas_do_not_need_much() -> None:
-    """Bounded by the number that was given, with as many prompts as one likes."""
+    """The number of remembered keys stays within the capacity, for any number of prompts."""
     policy, draw = Prefix(capacity=5000), random.Random(1)
     loads = {f"replica-{i}": IDLE for i in range(1000)}
     for _ in range(300):

@@ -42,7 +42,7 @@ def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end(growing: Serv
 
     assert len(replicas()) == 1
     eventually(lambda: len(replicas()) == 2)
-    session = f"session_*_{growing.process.pid}"  # of the Ray that this command has started
+    session = f"session_*_{growing.process.pid}"  # the session of the Ray that this command has started
     (port,) = (path.read_text() for path in Path("/tmp/ray").glob(f"{session}/metrics_export_port_*"))
     gauge = "ray_infer_requests_running{"
 
@@ -56,7 +56,7 @@ def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end(growing: Serv
         client.join()
     assert growing.complete()["usage"]["completion_tokens"] == 8
 
-    # The end: what runs is finished, what comes is refused.
+    # At shutdown, running requests are finished and new ones refused.
     with growing.streaming(max_tokens=2000, ignore_eos=True) as events:
         next(events)
         growing.signal()

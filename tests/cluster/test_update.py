@@ -1,4 +1,4 @@
-"""An option is changed while clients are served: `serve deploy`, as on a real cluster."""
+"""`serve deploy` changes an option while clients are served, as on a real cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 class Deployed:
-    """A Ray cluster with a dashboard, which is where `serve deploy` brings its file."""
+    """A Ray cluster with a dashboard, to which `serve deploy` sends its file."""
 
     def __init__(self, folder: Path) -> None:
         prepare()
@@ -66,7 +66,7 @@ class Deployed:
         )
 
     def seats(self) -> list[int]:
-        """Of each replica; none, before there is an answer."""
+        """Return the seats of each replica; an empty list before the cluster answers."""
         try:
             said = httpx.get(f"{self.url}/telemetry", timeout=HANG_S)
         except httpx.HTTPError:

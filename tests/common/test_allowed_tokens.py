@@ -71,7 +71,7 @@ def test_a_word_is_spelled_without_and_with_a_space(name: str, word: str) -> Non
     tokenizer = open_checkpoint(f"zoo:{name}").tokenizer()
     found = spellings(tokenizer, word)
     assert {tokenizer.decode(ids).strip() for ids in found} == {word.strip()}
-    for text in (word.strip(), " " + word.strip()):  # each of the two is forbidden by one of the spellings
+    for text in (word.strip(), " " + word.strip()):  # one of the spellings forbids each form
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert any(ids[-len(spelling) :] == spelling for spelling in found)
 
@@ -95,7 +95,7 @@ def test_a_single_text_is_no_list_of_words() -> None:
 
 
 def spell(text: bytes) -> RememberingModel:
-    """A model that would say a text again and again, with a second choice at each place."""
+    """Return a model that repeats a text for ever. Its second choice is always `-`, and its third EOS."""
 
     def rule(token_ids: Sequence[int]) -> torch.Tensor:
         logits = torch.zeros(VOCAB)
@@ -135,7 +135,7 @@ def test_forbidden_words_never_come(phase: str, params: dict[str, tuple[str, ...
 
 @EVERY_PHASE
 def test_words_of_the_prompt_do_not_count(phase: str) -> None:
-    """As in vLLM: `ab` begins in the prompt."""
+    """A word whose first token is in the prompt is not forbidden, as in vLLM."""
     engine = build(phase, spell(b"ab"))
     request = add(engine, b"aba", greedy(3, bad_words=("ab",)))
     assert text_of(run(engine), request) == "ba-"
@@ -190,7 +190,7 @@ def test_words_that_forbid_everything_are_refused() -> None:
 
 
 def test_only_words_of_several_tokens_wait_for_the_token_before() -> None:
-    """Phase 9 samples ahead of the tokens that it reads, unless the next token depends on them."""
+    """Phase 9 samples before it has read earlier tokens, unless the next token depends on them."""
 
     def waits(tokenizer: Tokenizer, **fields: object) -> bool:
         params = SamplingParams(**fields)  # type: ignore[arg-type]

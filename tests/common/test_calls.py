@@ -1,4 +1,4 @@
-"""Tool calls: what a model is told, and answers that follow the grammar of their calls."""
+"""Tool calls: the functions as a model's prompt shows them, and answers that follow the grammar of calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADD = Function(
 
 
 def byte_tokenizer(*, special: bool) -> tokenizers.Tokenizer:
-    """A token for each byte, some of words, and EOS. `special`: one for each marker."""
+    """Return a tokenizer with a token for each byte, a few longer ones, and EOS. `special`: also one per marker."""
     letters = list(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = ['{"', '":', '"}', "})", ")]", "ci", "we", "na", "ar"]
     vocabulary = {piece: number for number, piece in enumerate(sorted(letters) + words)}
@@ -67,14 +67,14 @@ def matcher_of(grammar: Any, *, special: bool = False) -> llguidance.LLMatcher:
 
 
 def accepts(grammar: Any, text: str, *, special: bool = False) -> bool:
-    """Whether an answer may read so, and end there."""
+    """Return whether a grammar accepts a text as a complete answer."""
     matcher = matcher_of(grammar, special=special)
     ids = BACKENDS[special].encode(text).ids
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
 
 
 def random_answer(grammar: Any, seed: int, *, special: bool = False, thinking: bool = False) -> str:
-    """An answer of allowed tokens, at random at first, and then of those that bring it to its end."""
+    """Draw an answer of allowed tokens. After 40 tokens it prefers tokens that bring the answer to its end."""
     matcher, backend, draw = matcher_of(grammar, special=special), BACKENDS[special], random.Random(seed)
     ids: list[int] = []
     eos = backend.token_to_id("<eos>")
@@ -92,7 +92,7 @@ def random_answer(grammar: Any, seed: int, *, special: bool = False, thinking: b
             said = backend.decode(ids, skip_special_tokens=False)
             if (thinking or THOUGHT_MARKERS[0] in said) and THOUGHT_MARKERS[1] not in said:
                 begun = max(n for n in range(len(closing)) if n == 0 or ids[-n:] == closing[:n])
-                token_id = closing[begun] if closing[begun] in allowed else token_id  # within a character
+                token_id = closing[begun] if closing[begun] in allowed else token_id  # not within a character
             else:
                 token_id = next((each for each in ends if each in allowed), token_id)
         if token_id == eos:
@@ -105,7 +105,7 @@ def random_answer(grammar: Any, seed: int, *, special: bool = False, thinking: b
 def read(
     which: Dialect, text: str, names: Any, *, thinking: bool = False
 ) -> tuple[str, str, list[tuple[str, str]]]:
-    """The answer's text, its thoughts, and name and arguments of its calls."""
+    """Return an answer's text, its thoughts, and name and arguments of its calls."""
     reader = new_reader(which, names=names, thinking=thinking)
     assert reader is not None
     said, thought, calls = "", "", list[tuple[str, str]]()
@@ -193,7 +193,7 @@ BEGINS_LIKE_A_CALL = {"hermes": "Well, <tool_call>no", "llama3_json": '{"a": 1}'
 
 
 def one_call(syntax: CallSyntax, arguments: str) -> str:
-    """A call as the grammar has it: with keywords in Python, if the schema is plain."""
+    """Return the text of a call in a syntax. In Python's syntax the arguments are keywords."""
     if syntax != "pythonic":
         return ONE[syntax] % arguments
     return "[weather(" + ", ".join(f"{k}={json.dumps(v)}" for k, v in json.loads(arguments).items()) + ")]"

@@ -1,4 +1,4 @@
-"""Chat templates against `transformers`, which decides what they mean: equal texts, or both refuse."""
+"""Chat templates compared with `transformers`: the texts are equal, or both refuse."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_texts_are_those_of_transformers(name: str, conversation: str, end: str)
 
 
 def test_the_list_tries_what_it_should() -> None:
-    """Texts are refused where a template says so, and differ where a variable or the end differs."""
+    """The cases above include a refusal by a template, and texts that differ by a variable or at the end."""
     template = ChatTemplate(TEMPLATES["turns"], SPECIAL)
     with pytest.raises(InvalidRequestError, match="says: roles must take turns, not user at 2"):
         template.render(CONVERSATIONS["out of turn"])
@@ -90,7 +90,7 @@ def test_the_zoos_own(name: str) -> None:
         assert template.render(messages) == expected
 
 
-# ---------------------------------------------------------------------- what cannot be rendered
+# ---------------------------------------------------------------------- refusals
 
 
 def test_a_template_that_does_not_show_the_message_to_continue() -> None:
@@ -114,7 +114,7 @@ def test_what_a_template_may_not_do(source: str) -> None:
         ChatTemplate(source, {}).render([QUESTION])
 
 
-# ---------------------------------------------------------------------- where it is found
+# ---------------------------------------------------------------------- files with templates
 
 
 def write(folder: Path, config: dict[str, Any] | None, own_file: str | None = None) -> Path:
@@ -163,7 +163,7 @@ def test_what_is_no_template(tmp_path: Path, source: str) -> None:
 def test_a_file_replaces_the_checkpoints_template(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}")
-    for folder in (ZOO / "llama-tiny", tmp_path):  # which has one, and which has none
+    for folder in (ZOO / "llama-tiny", tmp_path):  # with a template of its own, and without
         template = ChatTemplate.from_folder(folder, file)
         assert template is not None
         assert template.render([{"role": "user", "content": "Hi"}]).startswith("[user] Hi")

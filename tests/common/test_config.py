@@ -1,4 +1,4 @@
-"""Options: their ranges, what they resolve to, and refusals that name the option and the mend."""
+"""Options: their ranges, the values that they resolve to, and refusals that name the option and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.kv import KVShape, kv_bytes
 from common.phases import find_phase, phase_names
 from tests.engine_helpers import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
 
-#: Of every phase, as far as it has the option.
+#: Defaults of every phase that has the option.
 DEFAULTS: dict[str, Any] = {
     "model": "zoo:llama-tiny",
     "device": "auto",
@@ -48,7 +48,7 @@ def test_defaults(phase: str) -> None:
 
 @pytest.mark.parametrize("phase", phase_names())
 def test_only_a_static_batch_waits(phase: str) -> None:
-    """Elsewhere there is nothing to wait for, and no such option."""
+    """Only phase 4 has the option `batch_wait_timeout_s`."""
     config = find_phase(phase).Config
     if phase == "phase4_static":
         assert config().batch_wait_timeout_s == 0.05
@@ -82,7 +82,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("phase", phase_names())
 def test_errors_name_the_option(phase: str) -> None:
-    """One that a phase has not is refused as well."""
+    """A phase also refuses options that it does not have."""
     for option, value in REFUSED:
         with pytest.raises(ValidationError) as caught:
             find_phase(phase).Config(**{option: value})
@@ -142,7 +142,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         (BF16, OLD_X86, True, FP32),
         (BF16, ARM, True, BF16),
         (BF16, OLD_ARM, True, FP32),
-        (BF16, ARM, False, FP32),  # a Mac has the instructions, torch's build for it does not use them
+        (BF16, ARM, False, FP32),  # a Mac has the instructions, but torch's build for it does not use them
         (BF16, {"architecture": "ppc64le"}, True, FP32),
         (FP16, X86, True, FP32),
         (FP32, X86, True, FP32),
@@ -165,7 +165,7 @@ def test_auto_dtype_on_a_cpu(
     [
         (BF16, (9, 0), BF16),
         (BF16, (8, 0), BF16),
-        (BF16, (7, 5), FP32),  # torch would emulate it there
+        (BF16, (7, 5), FP32),  # torch would emulate bfloat16
         (BF16, (7, 0), FP32),
         (FP16, (7, 0), FP16),
         (FP32, (9, 0), FP32),

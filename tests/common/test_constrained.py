@@ -1,4 +1,4 @@
-"""Requests with a grammar inside an engine: how they end, what else they ask for, and how far a failure reaches."""
+"""Requests with a grammar inside an engine: their ends, other fields beside the grammar, and their failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def phase(request: pytest.FixtureRequest) -> str:
 
 
 def likes(*token_ids: int) -> Callable[[list[int]], Tensor]:
-    """A rule: these tokens before all others, the first most of all, whatever came before."""
+    """Return a rule for a `RememberingModel`: these tokens are the likeliest after any text, the first one most."""
 
     def rule(_: list[int]) -> Tensor:
         logits = torch.zeros(VOCAB)
@@ -56,7 +56,7 @@ def likes(*token_ids: int) -> Callable[[list[int]], Tensor]:
 
 
 def answer(engine: Engine, grammar: Grammar, **values: Any) -> tuple[str, str | None, int]:
-    """Text, reason, number of tokens of a greedy answer."""
+    """Serve a greedy request. Returns the answer's text, its finish reason and its number of tokens."""
     request = add(engine, "ask:", greedy(values.pop("max_new_tokens", 12), grammar=grammar, **values))
     outputs = run(engine)
     end = end_of(outputs, request)
@@ -70,7 +70,7 @@ A, B, X = ord("a"), ord("b"), ord("x")
 
 
 def test_an_answer_that_can_only_be_complete_ends(phase: str) -> None:
-    """With its last character, and with no step more."""
+    """The answer ends with its last character. No further step is needed."""
     engine = build(phase, RememberingModel(rule=likes(X, A)))
     assert answer(engine, Grammar.regex("a{3}b")) == ("aaab", "stop", 4)
     assert answer(engine, Grammar.regex("a{3}b"), ignore_eos=True) == ("aaab", "stop", 4)
@@ -128,7 +128,7 @@ def test_choices_of_one_request_and_others_have_their_own_places(phase: str) -> 
 
 
 def test_nobody_asks_a_request_that_has_ended_for_a_mask() -> None:
-    """In a static batch its row is computed to the end of the longest."""
+    """A static batch computes the row of an ended request until the longest request ends."""
     engine = build("static", RememberingModel(rule=likes(A)))
     short = add(engine, "ask", greedy(9, grammar=Grammar.regex("ab")))
     long = add(engine, "ask", greedy(9))
@@ -203,7 +203,7 @@ def test_a_matcher_that_fails_fails_its_request_alone_and_costs_no_pass(
 
 
 def test_slow_masks_fail_their_request_alone(phase: str) -> None:
-    """A budget is used up after six masks of 20 ms of processor time; the neighbours have their tokens."""
+    """Masks of 25 ms exceed the budget within six tokens. The neighbours get all their tokens."""
     engine = build(phase, RememberingModel(rule=likes(A, B)))
     slow = add(engine, "ask", greedy(30, grammar=Grammar.regex("(ab)+")))
     assert slow.matcher is not None
@@ -226,7 +226,7 @@ def test_slow_masks_fail_their_request_alone(phase: str) -> None:
     "phase", [name for name in phase_names() if "pipeline_depth" not in find_phase(name).Config.model_fields]
 )
 def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
-    """The mask of every token but the first is begun before the pass whose logits it masks."""
+    """The mask of every token but the first is begun before the pass that computes the token's logits."""
     model = RememberingModel(rule=likes(A, B))
     engine = build(phase, model)
     request = add(engine, "ask", greedy(8, grammar=Grammar.regex("(ab)+")))
@@ -243,7 +243,7 @@ def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
 
 
 def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row after the other, where all at once raised."""
+    """If sampling all rows at once raises, rows are sampled one by one."""
     engine = build(phase, RememberingModel(rule=likes(A, B)))
     grammars = [Grammar.regex("(ab)+"), Grammar.regex("(ba)+")]
     requests = [add(engine, "ask", greedy(6, grammar=grammar)) for grammar in grammars]

@@ -1,4 +1,4 @@
-"""Sizes that were not given: unchanged on a CPU, by free memory and by a measurement on a GPU (a stand-in)."""
+"""Sizes that the user does not give: fixed on a CPU, by free memory and a measurement on a GPU (a stand-in)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS = weight_bytes(MODEL, torch.bfloat16)
 
 
 def sized(phase: str, free: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """The options for a GPU with so many free GB."""
+    """Return the options for a GPU with `free` GB of free memory."""
     monkeypatch.setattr(common.device_defaults, "free_memory", lambda _: int(free * 2**30))
     config = find_phase(phase).Config(**({"max_seq_len": 4096} | options))
     return sized_for(config, MODEL, torch.bfloat16, CUDA, weights=WEIGHTS)

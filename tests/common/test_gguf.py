@@ -1,4 +1,4 @@
-"""GGUF files: the weights, shapes and tokenizers that they hold, and every broken one refused in one line."""
+"""GGUF files: their weights, shapes and tokenizers, and one-line errors for broken files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 
 
 def refusal(path: Path) -> str:
-    """The one line with which a file is refused."""
+    """Return the one-line error with which a file is refused."""
     message = refusal_of(load, path)
     assert str(path) in message
     return message
@@ -68,7 +68,7 @@ def test_a_file_computes_what_its_source_computes(
     assert ours.tie_word_embeddings == tied
     expected, found = load(source), load(file)
     ids = draw_ids(60)
-    # (w + 1) - 1 is not always w: Gemma's norms.
+    # Gemma's norms are stored as w + 1, and (w + 1) - 1 is not always w.
     bound = 1e-5 if architecture == "gemma3_text" else 1e-6
     assert largest_difference(solo_logits(found, ids), solo_logits(expected, ids)) < bound
     for (name, a), (_, b) in zip(expected.named_parameters(), found.named_parameters(), strict=True):
@@ -114,7 +114,7 @@ def divisors(source: Path) -> Tensor:
 
 
 def test_scaled_frequencies(tmp_path: Path) -> None:
-    """Llama 3.1's are a tensor of divisors, linear scaling is metadata, and anything else is refused."""
+    """Llama 3.1's scaling is a tensor of divisors. Linear scaling is metadata. Any other scaling is refused."""
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 5_000.0,
@@ -174,7 +174,7 @@ def test_what_would_change_the_numbers_is_refused(entries: dict[str, Any], tmp_p
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_loading_needs_the_models_memory_and_little_more(dtype: str, tmp_path: Path) -> None:
-    """The embedding is most of this model: in float32 it alone would be twice the whole in bfloat16."""
+    """The embedding is most of this model: its float32 copy would take twice the memory of the bfloat16 model."""
     file = save_large(tmp_path / "large.gguf")
     program = [sys.executable, "-c", MEASURE, str(file), dtype]
     done = subprocess.run(program, check=True, capture_output=True, text=True, timeout=240)
@@ -210,7 +210,7 @@ def add_bos_and_scaling(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> 
 
 
 def test_a_file_is_served(tmp_path: Path) -> None:
-    """From weights to text, by the latest phase, and by a folder's name."""
+    """The latest phase serves a file by its path, and by the name of its folder."""
     folder = tmp_path / "served"
     folder.mkdir()
     save_gguf(zoo("llama-tiny"), folder / "model.gguf", change=add_bos_and_scaling)
@@ -266,7 +266,7 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: Path) -
 
 
 def test_smollm_splits_digits(tmp_path: Path) -> None:
-    """transformers does not know this name. The model's own tokenizer.json has this pre-tokenizer."""
+    """transformers does not know the pre-tokenizer `smollm`. The expected one is that of the model's own file."""
     ours = backend_of(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", pre="smollm"))
     own = tokenizers.Tokenizer.from_file(str(zoo("llama-tiny") / "tokenizer.json"))
     own.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
@@ -275,7 +275,7 @@ def test_smollm_splits_digits(tmp_path: Path) -> None:
 
 
 def test_sentencepiece_tokens_are_those_of_the_source(tmp_path: Path) -> None:
-    """The file has no merges: they follow from the order of the tokens."""
+    """The file has no merges. They are derived from the order of the tokens."""
     entries = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
     ours = backend_of(save_vocabulary(tmp_path / "v.gguf", "gemma3-tiny", "gemma3", **entries))
     own = tokenizers.Tokenizer.from_file(str(zoo("gemma3-tiny") / "tokenizer.json"))
@@ -372,7 +372,7 @@ def drop(name: str) -> Callable[[gguf.GGUFWriter, dict[str, Tensor]], object]:
 
 
 def test_a_truncated_file(whole: Path) -> None:
-    """Wherever it ends: in the magic, the metadata, the table of tensors, the data."""
+    """The file may end in the magic number, the metadata, the table of tensors, or the data."""
     content = whole.read_bytes()
     start = GGUFFile.open(whole).tensors["token_embd.weight"].offset
     for size in (0, 3, 4, 20, 24, 300, start - 200, start + 10, len(content) - 40):
@@ -440,7 +440,7 @@ def test_a_type_that_is_not_read(number: int, words: str, whole: Path) -> None:
 
 
 def test_absurd_counts_take_no_memory(whole: Path) -> None:
-    """Numbers of tensors, entries, tokens, dimensions, and lengths that no file holds."""
+    """Files claim more tensors, entries, tokens or bytes than they can have."""
     content = whole.read_bytes()
     tokens = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 4
     name = b"blk.0.attn_q.weight"

@@ -1,4 +1,4 @@
-"""Grammars and their matchers: masks against plain string work, refusals, and a compiler that may break."""
+"""Grammars and their matchers: masks compared with plain string operations, refusals, and compilers that fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TOKENS = [token_id for token_id in range(EOS + 1 + len(PIECES)) if token_id != E
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
 def test_choices_against_what_their_bytes_begin_with(texts: list[str], data: st.DataObject) -> None:
-    """A token may come if what it makes is the beginning of a choice; EOS, if it is one."""
+    """A token is allowed if the text with it is the beginning of a choice. EOS is allowed after a whole choice."""
     matcher = COMPILER.new_matcher(Grammar.choice(texts))
     choices = {text.encode() for text in texts}
     said = b""
@@ -62,7 +62,7 @@ def test_choices_against_what_their_bytes_begin_with(texts: list[str], data: st.
         assert allowed(matcher) == found, "to ask changes nothing"
         if ends or len({c[len(said)] for c in choices if c.startswith(said)}) > 1:
             assert found == expected | ends
-        else:  # a byte that must come comes by the token that the tokenizer would take
+        else:  # a forced byte may be restricted to the token that the tokenizer would choose
             assert found
             assert found <= expected
         token_id = data.draw(st.sampled_from(sorted(found)))
@@ -112,7 +112,7 @@ def test_a_token_that_may_not_come_fails_and_stays_failed() -> None:
 
 
 def test_a_grammar_that_grows_too_much_fails_on_the_way_and_fails_that_answer_alone() -> None:
-    """Its first 34 tokens are harmless: more than a trial takes."""
+    """The grammar grows only after 34 tokens, which is more than a trial computes."""
     grammar = Grammar.regex("y{34}(a|b|[a-z]{1,1000}){1,100000000}")
     matcher, other = COMPILER.new_matcher(grammar), COMPILER.new_matcher(grammar)
 
@@ -141,7 +141,7 @@ def test_a_budget_bounds_the_mean_and_how_far_it_is_exceeded() -> None:
     thrifty = MaskBudget(1000)
     for _ in range(10_000):
         thrifty.charge(0.0)
-    with pytest.raises(OverBudgetError):  # what is saved is not kept
+    with pytest.raises(OverBudgetError):  # unused budget is not saved
         thrifty.charge(burst_s + 2 * mean_s)
     slow = MaskBudget(1000)
     for _ in range(5):
@@ -151,7 +151,7 @@ def test_a_budget_bounds_the_mean_and_how_far_it_is_exceeded() -> None:
 
 
 def test_a_mask_that_takes_too_long_is_given_up_while_it_is_computed() -> None:
-    """More of them than there are threads; others are computed all the same."""
+    """More masks hang than there are threads. Masks of other requests are still computed."""
     hold = threading.Event()
     grammar = Grammar.regex("a*")
     stuck = [slowed(COMPILER.new_matcher(grammar), 0.12, hold) for _ in range(MASK_THREADS + 2)]
@@ -169,7 +169,7 @@ def test_a_mask_that_takes_too_long_is_given_up_while_it_is_computed() -> None:
 
 
 def test_a_mask_is_computed_once_a_token_and_beside_its_owner() -> None:
-    """It is begun, and `begin_mask` returns while it is being computed."""
+    """`begin_mask` starts the computation and returns before it ends."""
     hold = threading.Event()
     matcher = slowed(COMPILER.new_matcher(Grammar.regex("ab")), 0.0, hold)
     matcher.begin_mask()
@@ -184,7 +184,7 @@ def test_a_mask_is_computed_once_a_token_and_beside_its_owner() -> None:
 
 
 class Ticking:
-    """A grammar's matcher in a trial: each mask takes 20 ms of its own clock."""
+    """A matcher with its own clock, on which each mask takes 20 ms."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -317,7 +317,7 @@ def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
 def compiler_with(
     monkeypatch: pytest.MonkeyPatch, started: Callable[[subprocess.Popen[bytes]], None]
 ) -> GrammarCompiler:
-    """A compiler whose every trial process is shown when it has started."""
+    """Return a compiler that calls `started` with each of its trial processes."""
     compiler = GrammarCompiler(byte_tokenizer(), [EOS])
     trial = type(compiler._trial)
     start = trial._start
@@ -385,7 +385,7 @@ def test_a_known_grammar_does_not_wait_for_a_trial_and_close_ends_it(monkeypatch
     compiler.new_matcher(Grammar.regex("a"))
     process = compiler._trial._process
     assert process is not None
-    process.send_signal(signal.SIGSTOP)  # a trial that never comes to an end
+    process.send_signal(signal.SIGSTOP)  # a trial that never ends
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(compiler.new_matcher, Grammar.regex(pattern)) for pattern in "bc"]
         assert allowed(compiler.new_matcher(Grammar.regex("a"))) == {ord("a")}

@@ -26,7 +26,7 @@ def assert_doubled(graphs: StandIns, count: int, start: int) -> None:
 
 
 def test_every_number_of_seats_has_graphs_for_each_of_its_batches() -> None:
-    """Captured once, the largest first. Each batch then runs in the smallest graph that holds it."""
+    """Graphs are captured once, the largest first. Each batch then runs in the smallest graph that fits it."""
     for seats in range(1, MOST_ROWS + 1):
         sizes = graph_sizes(seats)
         assert sizes == sorted(set(sizes))
@@ -50,7 +50,7 @@ def test_wider_batches_than_the_largest_graph_are_called(seats: int) -> None:
 
 
 def test_graphs_write_to_one_buffer() -> None:
-    """The next graph replaces the results of the one before, of whatever size."""
+    """Graphs of all sizes write their results to the same buffer, so the next replay overwrites them."""
     graphs = StandIns([2, 4])
     for size in (4, 2):
         assert_doubled(graphs, size, start=0)

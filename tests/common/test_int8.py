@@ -1,4 +1,4 @@
-"""`--quantize int8` and compressed-tensors checkpoints: what is held, read, said and refused."""
+"""`--quantize int8` and compressed-tensors checkpoints: memory, loading, messages and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 def dequantized(model: CausalLM) -> CausalLM:
-    """Give a model the weights that quantizing it would make of its own, in its own type."""
+    """Quantize a model's weights, and write them back dequantized, in the model's type."""
     for module in model.modules():
         if isinstance(module, common.models.layers.Linear):
             values, scales = quantize(module.weight)
@@ -72,7 +72,7 @@ def test_a_quantized_model_takes_the_bytes_it_was_estimated_to(name: str, packed
             if isinstance(module, common.models.layers.Linear) and module.packed is not None
         )
     estimated = weight_bytes(model.config, torch.bfloat16, packed=packed, int8="all")
-    # Panels are whole: outputs are filled up to 64.
+    # Panels have 64 outputs, so the number of outputs is rounded up.
     assert estimated <= held <= 1.25 * estimated
 
 
@@ -152,7 +152,7 @@ def scheme(form: str = "int-quantized", **changes: Any) -> dict[str, Any]:
 
 
 def packed_in_fours(values: Tensor) -> Tensor:
-    """int8 [N, K] -> int32 [N, ceil(K / 4)], as the format's own packing describes it: shifted and or-ed."""
+    """Pack int8 [N, K] into int32 [N, ceil(K / 4)] as the format does, by shifts."""
     padded = torch.nn.functional.pad(values.int() + 128, (0, -values.shape[1] % 4))
     shifted = padded.view(len(values), -1, 4).long() << torch.tensor([0, 8, 16, 24])
     total = shifted.sum(dim=-1)
@@ -160,7 +160,7 @@ def packed_in_fours(values: Tensor) -> Tensor:
 
 
 def compress(folder: Path, form: str, **changes: Any) -> None:
-    """Rewrite a checkpoint of plain weights as a compressed-tensors one: all linear layers but the head."""
+    """Rewrite a checkpoint of plain weights as a compressed-tensors one. The head is not quantized."""
     stored = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
     found: dict[str, Tensor] = {}
     for name, tensor in stored.items():
@@ -168,7 +168,7 @@ def compress(folder: Path, form: str, **changes: Any) -> None:
             found[name] = tensor
             continue
         values, scales = quantize(tensor)
-        values[0, 0] = -128  # the format's own rounding reaches it
+        values[0, 0] = -128  # the format allows -128, our own quantizing does not make it
         found[f"{name}_scale"] = scales.to(torch.bfloat16)
         if form == "int-quantized":
             found[name] = values
@@ -191,7 +191,7 @@ def form(request: pytest.FixtureRequest) -> str:
 def test_a_compressed_checkpoint_is_computed_with_its_own_integers(
     architecture: str, form: str, tmp_path: Path
 ) -> None:
-    # Sizes that are no multiple of four: the last number of a packed row is filled up.
+    # The sizes are no multiples of four, so the last number of a packed row is padded.
     save_tiny(tmp_path, architecture)
     rounded = load(tmp_path)
     for module in rounded.layers.modules():

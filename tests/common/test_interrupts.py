@@ -1,4 +1,4 @@
-"""An interrupt (Ctrl-C), or a mistake, anywhere in a step: the call raises, and the next call is answered right."""
+"""Interrupts (Ctrl-C) and errors anywhere in a step: the call raises, and the next call gets right answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [[1, 2, 3, 4], [1, 2, 3, 4, 5], [6, 7], [8] * 9]
 PARAMS = [greedy(5), greedy(3), greedy(7), greedy(4)]
 ANSWERS = [continuation(prompt, each.max_new_tokens) for prompt, each in zip(PROMPTS, PARAMS, strict=True)]
 
-#: Places of every phase: what raises there, and whether before or after it has done its work.
+#: Functions of every phase that are made to raise, before or after they have done their work.
 PLACES = [
     ("scheduler", "retire", "after"),
     ("runner", "release", "before"),
@@ -47,7 +47,7 @@ PLACES = [
     ("runner", "commit", "after"),
     ("runner", "register_prefixes", "before"),
     ("common.runner", "read_logprobs", "before"),  # before a step's first token is committed
-    ("common.runner", "commit_token", "before"),  # between two of them
+    ("common.runner", "commit_token", "before"),  # between two tokens of a step
     ("common.runner", "commit_token", "after"),
 ]
 PIPELINED_PLACES = [
@@ -82,7 +82,7 @@ def ready(phase: str, model: RememberingModel, monkeypatch: pytest.MonkeyPatch) 
 def raise_at(
     owner: Any, name: str, when: str, call: int, error: BaseException, patch: pytest.MonkeyPatch
 ) -> None:
-    """Let one call of a function raise, before or after it has done its work."""
+    """Make the n-th call (`call`) of a function raise, before or after it has done its work."""
     function: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
@@ -106,7 +106,7 @@ def generate(llm: LLM) -> list[list[int]]:
 def assert_as_new(llm: LLM) -> None:
     assert generate(llm) == ANSWERS
     engine = llm.engine
-    assert not engine.has_work or engine.step() == []  # releases the memory of what ended last
+    assert not engine.has_work or engine.step() == []  # releases the memory of requests that ended last
     pool = engine.runner.pool
     assert (pool.used_tokens, pool.reserved_tokens, len(pool.slots)) == (0, 0, 0)
     assert (engine.scheduler.active, engine.scheduler.num_waiting) == ([], 0)
@@ -142,7 +142,7 @@ def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
     "phase", PHASES[:-1]
 )  # the last computes in another thread, which no interrupt reaches
 def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then while a pass that has failed is computed again."""
+    """The interrupt comes in a pass, or in the retry of a failed pass."""
     model = RememberingModel()
     llm = ready(phase, model, monkeypatch)
     for errors in ([KeyboardInterrupt()], [LookupError(), KeyboardInterrupt()]):
@@ -161,7 +161,7 @@ def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.M
 
 
 def test_an_interrupt_while_steps_that_failed_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that computes goes on for a moment, and must not touch what the next call uses."""
+    """The computing thread goes on for a moment after the interrupt. It must not touch memory of the next call."""
     model = RememberingModel()
     llm = ready("pipelined", model, monkeypatch)
     stream = llm.engine.runner.stream  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize("phase", ["prefix", "pipelined"])
 def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phase 9's host waits for tokens then."""
+    """Meanwhile the host of phase 9 waits for tokens."""
     model = RememberingModel()
     llm = ready(phase, model, monkeypatch)
     for before in (0, 3, 6):
@@ -225,7 +225,7 @@ def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.Mon
         assert_as_new(llm)
 
 
-#: Functions that keep books: an interrupt between any two of their lines may leave these half done.
+#: Functions that update the bookkeeping of memory. An interrupt between two lines may break it.
 BOOKKEEPING = (
     "allocate",
     "force_free",
@@ -241,18 +241,18 @@ BOOKKEEPING = (
 
 @pytest.mark.parametrize("name", BOOKKEEPING)
 def test_an_interrupt_within_the_books_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each of its lines in turn, where the function is called for the last time."""
+    """The interrupt comes after each line in turn of the function's last call."""
     llm = ready("prefix", RememberingModel(), monkeypatch)
     lines = traced(lambda: generate(llm), name, interrupt_at=None)
     assert lines > 0
     for line in range(max(1, lines - 8), lines + 1):
-        with contextlib.suppress(KeyboardInterrupt):  # what is cached by now may make it call less
+        with contextlib.suppress(KeyboardInterrupt):  # with a filled cache, the line may not be reached
             traced(lambda: generate(llm), name, interrupt_at=line)
         assert_as_new(llm)
 
 
 def traced(function: Callable[[], Any], name: str, interrupt_at: int | None) -> int:
-    """Call a function, and interrupt it at the n-th line of another. Returns how many of its lines were reached."""
+    """Call `function`, and interrupt it at the n-th line that runs in function `name`. Returns the line count."""
     lines = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -285,7 +285,7 @@ def step_until_interrupted(engine: Engine, outputs: list[StepOutput]) -> None:
 
 
 def interrupted(phase: str, name: str, when: str) -> tuple[Engine, list[StepOutput], list[Any]]:
-    """Three requests in an engine of two seats, one step of which was interrupted; what it gave them since."""
+    """Interrupt a step of an engine with three requests and two seats. Returns engine, outputs and requests."""
     engine = build(phase, max_batch_size=2)
     requests = [add(engine, [i, 1, 2], greedy(4)) for i in range(3)]
     outputs: list[StepOutput] = []
@@ -298,7 +298,7 @@ def interrupted(phase: str, name: str, when: str) -> tuple[Engine, list[StepOutp
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("name", "when"), [("commit", "before"), ("commit", "after"), ("execute", "before")])
 def test_what_was_computed_is_failed_and_what_waits_is_served(phase: str, name: str, when: str) -> None:
-    """The engine may be stepped on: nobody is left without an end, or goes on with a token missing."""
+    """After the interrupt, the engine can be stepped. Every request ends, and none lacks a token in the middle."""
     engine, outputs, requests = interrupted(phase, name, when)
     outputs += run(engine)
     for each in requests[:2]:
@@ -310,7 +310,7 @@ def test_what_was_computed_is_failed_and_what_waits_is_served(phase: str, name: 
 
 
 def test_outputs_of_a_step_committed_before_the_interrupt_are_delivered() -> None:
-    """Phase 9 commits an earlier step first, then plans."""
+    """Phase 9 commits an earlier step before it plans. The interrupt comes in `plan`."""
     engine = build("pipelined", max_batch_size=2)
     request = add(engine, [1, 2, 3], greedy(9))
     outputs: list[StepOutput] = []

@@ -38,7 +38,7 @@ PHASES = ("static", "continuous")
 
 
 def test_generate_is_the_models_argmax_token_by_token(llama: CausalLM) -> None:
-    """Against the plainest loop there is: the whole sequence anew for every token, no cache."""
+    """The reference loop has no cache: it computes the whole sequence again for every token."""
     prompt = [5, 3, 250, 7]
     token_ids = list(prompt)
     for _ in range(12):
@@ -184,7 +184,7 @@ def test_the_tokens_of_an_answer_and_their_logprobs_where_asked_for(llm: LLM) ->
 def test_the_logprobs_of_a_prompts_own_tokens(
     phase: str, llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`LLM` and `generate()` report what an engine does."""
+    """`LLM` and `generate()` report the log-probabilities of the prompt's tokens."""
     llm = llm_of(build(phase, llama), monkeypatch)
     params = [greedy(3, prompt_logprobs=2), greedy(3)]
     scored, silent = llm.generate([[5, 3, 250, 7], [5, 3]], params, progress=False)
@@ -209,7 +209,7 @@ def test_the_token_that_ends_an_answer_is_one_of_its_tokens(monkeypatch: pytest.
 
 
 def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
-    """Both have every answer whole, and no pass computes for both."""
+    """Both threads get all their answers, and no pass computes sequences of both."""
     owners: list[set[str]] = []
 
     def before_pass(sequences: list[list[int]]) -> None:
@@ -238,7 +238,7 @@ def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
 def test_nothing_is_printed_where_stdout_is_no_terminal(
     llm: LLM, progress: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these, rich takes everything for a terminal
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these variables, rich would assume a terminal
         monkeypatch.delenv(name, raising=False)
     assert len(llm.generate(["one", "two"], greedy(3), progress=progress)) == 2
     assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Weights from disk: every tensor in its place, and every broken checkpoint refused by name."""
+"""Weights from disk: every tensor is loaded to its place, and the error for a broken checkpoint names it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STRAY = "model.layers.0.self_attn.q_norm.weight"
 BIASED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
-    "qwen2": {},  # has its biases anyway
+    "qwen2": {},  # always has biases
     "qwen3": {"attention_bias": True},
     "gemma3_text": {"attention_bias": True},
 }
@@ -51,19 +51,19 @@ def llama(tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """A single-file checkpoint's tensors, copied: what safetensors returns changes with the file."""
+    """Return copies of a single-file checkpoint's tensors: safetensors maps the file, which tests rewrite."""
     return {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Rewrite a single-file checkpoint's tensors."""
+    """Change a single-file checkpoint's tensors."""
     tensors = read(folder)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
 def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrite the header of a checkpoint's file, the data as they are."""
+    """Change the header of a checkpoint's file, but not its data."""
     raw = (folder / WEIGHTS).read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + size])
@@ -73,7 +73,7 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 
 def refusal(folder: Path) -> str:
-    """The one line with which a checkpoint is refused."""
+    """Return the one-line error for a checkpoint, which must name its folder."""
     message = refusal_of(load, folder)
     assert folder.name in message
     return message
@@ -83,7 +83,7 @@ def refusal(folder: Path) -> str:
 
 
 def assert_holds(model: CausalLM, stored: dict[str, Tensor]) -> None:
-    """Check a model of ours against a checkpoint's tensors, with the layout spelled out by hand."""
+    """Assert that a model of ours has exactly the checkpoint's tensors. The layout is written out by hand."""
     gemma = model.config.architecture == "gemma3_text"
     expected: list[tuple[Tensor, list[str]]] = [
         (model.embed_tokens.weight, ["model.embed_tokens.weight"]),
@@ -152,7 +152,7 @@ def test_one_file_may_hold_several_types(llama: Path) -> None:
 
 
 def test_bfloat16_is_kept_bit_for_bit(llama: Path) -> None:
-    # Every pattern of 16 bits that is a number, in place of the embedding; NaN would not equal itself.
+    # The embedding gets every pattern of 16 bits except NaN, which does not equal itself.
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     patterns = patterns[~patterns.isnan()]
     rows = len(patterns) // 42
@@ -237,7 +237,7 @@ def test_garbage_for_a_header(raw: bytes, llama: Path) -> None:
     "entry",
     [
         {"dtype": "F9"},
-        {"dtype": "F64"},  # takes twice the bytes that are there
+        {"dtype": "F64"},  # needs twice the bytes of the data
         {"data_offsets": [0, 4]},
         {"data_offsets": [0]},
         {"data_offsets": ["0", "4"]},
@@ -256,7 +256,7 @@ def test_a_header_entry_that_cannot_be(entry: dict[str, Any], llama: Path) -> No
 
 
 def test_a_gap_between_tensors(llama: Path) -> None:
-    """Where a tensor begins is told from the sizes of those before it."""
+    """A file with a gap is refused: each tensor must begin where the one before it ends."""
 
     def move(header: dict[str, Any]) -> None:
         entries = [entry for name, entry in header.items() if name != "__metadata__"]
@@ -451,5 +451,5 @@ def test_loading_needs_the_models_memory_and_little_more(large: Path, dtype: str
     size, risen = map(float, output.split())
     assert size > (290 if dtype == "bfloat16" else 580)
     assert risen <= 1.3 * size, f"{risen:.0f} MB for a model of {size:.0f} MB"
-    assert risen >= 0.9 * size  # or the measurement is broken
+    assert risen >= 0.9 * size  # otherwise the measurement is broken
     print(f"{dtype}: peak memory rose by {risen / size:.3f} of the model's size")

@@ -1,4 +1,4 @@
-"""What an engine will take, part by part, against what is free; and what it took."""
+"""Memory: the estimate of an engine's parts, the check against free memory, and the memory really taken."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EIGHT = EngineConfig(max_batch_size=8, max_seq_len=4096)
 
 
 class LoadedError(Exception):
-    """The weights would be read now."""
+    """Raised in place of reading the weights."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def refusal(config: EngineConfig, *, weights: int) -> str:
 
 
 def test_the_parts_by_hand() -> None:
-    """Llama 3.2 3B: 28 layers, hidden 3072, MLP 8192, 24 heads of 128, 8 of keys and values, vocabulary 128256."""
+    """Llama 3.2 3B: 28 layers, hidden 3072, MLP 8192, 24 query heads and 8 KV heads of 128, vocabulary 128256."""
     kv_cache = 8 * 4096 * 2 * 28 * 8 * 128 * 2
     widest = 4 * 3072 + 3 * 8192
     beside = kv_cache // 28 * 5 // 4 + 128 * 2**20
@@ -72,7 +72,7 @@ def test_the_parts_by_hand() -> None:
 
 
 def test_graphs_count_where_they_are_captured() -> None:
-    """24 sequences take graphs of 24 rows and fewer, which share their scratch memory and a buffer for logits."""
+    """24 sequences need graphs of up to 24 rows. The graphs share scratch memory and a buffer for logits."""
     config = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096)
     on_gpu, on_cpu = (
         estimate_memory(config, LLAMA_3B, torch.bfloat16, device, weights=0) for device in (CUDA, CPU)
@@ -88,7 +88,7 @@ def test_graphs_count_where_they_are_captured() -> None:
 
 
 def test_queries_keys_and_values_may_be_wider_than_the_mlp() -> None:
-    """Qwen3 0.6B: hidden 1024, MLP 3072, 16 heads and 8 of keys and values of 128."""
+    """Qwen3 0.6B: hidden 1024, MLP 3072, 16 query heads and 8 KV heads of 128."""
     model = open_checkpoint("dummy:qwen3-0.6b").config
     few, many = (
         estimate_memory(EngineConfig(max_batch_size=1, max_seq_len=n), model, torch.bfloat16, CUDA, weights=0)
@@ -180,7 +180,7 @@ def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.Mon
     set_free(monkeypatch, 64 * GB)
     with pytest.raises(LoadedError):
         package.build_engine(config)
-    set_free(monkeypatch, 8 * GB)  # what the refusal says to do helps
+    set_free(monkeypatch, 8 * GB)  # the remedy that the refusal names helps
     with pytest.raises(LoadedError):
         package.build_engine(config.model_copy(update={"max_batch_size": 1, "max_seq_len": 2048}))
 
@@ -214,11 +214,11 @@ def test_a_ready_models_weights_are_not_counted_again(phase: str, monkeypatch: p
     assert package.build_engine(config, **ready).max_seq_len == 64
 
 
-# ---------------------------------------------------------------------- what is free
+# ---------------------------------------------------------------------- free memory
 
 
 def make_tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    """A `/proc/self/cgroup` of these lines, and files below `/sys/fs/cgroup`."""
+    """Write a `/proc/self/cgroup` with these lines, and files below `/sys/fs/cgroup`, under `root`."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup)
     for name, content in files.items():
@@ -304,7 +304,7 @@ def test_what_torch_keeps_unused_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatc
     assert free_memory(CUDA) == 1500
 
 
-# ---------------------------------------------------------------------- what was taken
+# ---------------------------------------------------------------------- taken memory
 
 MEASURE = """
 import dataclasses, sys
@@ -362,11 +362,11 @@ globals()[sys.argv[1]](getattr(torch, sys.argv[2]))
 @pytest.mark.parametrize("what", ["sampling", "engine"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_no_more_was_taken_than_estimated(what: str, dtype: str) -> None:
-    """All sequences at their longest, in a pass of the greatest width, with every filter of sampling on."""
+    """All sequences have full length, passes their largest size, and sampling uses every filter."""
     output = subprocess.run(
         [sys.executable, "-c", MEASURE, what, dtype], check=True, capture_output=True, text=True, timeout=120
     ).stdout
     estimated, taken = map(int, output.split())
     print(f"{what}, {dtype}: took {taken / 2**20:.0f} of {estimated / 2**20:.0f} MB")
     assert taken <= 1.05 * estimated
-    assert taken >= 0.4 * estimated  # or it would refuse what fits easily
+    assert taken >= 0.4 * estimated  # a larger estimate would refuse models that fit easily

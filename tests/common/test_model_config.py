@@ -1,4 +1,4 @@
-"""config.json of every style and age, read into one form."""
+"""config.json in the styles of transformers 4 and 5, read into one form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from common.models.registry import parse_config
 from common.zoo.presets import PRESETS
 from tests.helpers import ARCHITECTURES, as_transformers_4, refusal_of
 
-#: What the families publish, written by transformers 4, entries that say nothing of the shape left out.
+#: Published config.json files, written by transformers 4, without entries that do not concern the shape.
 PUBLISHED: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "configs").glob("*.json")
 }
@@ -40,8 +40,8 @@ refusal = functools.partial(refusal_of, parse_config)
 
 
 def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a config.json, its defaults filled in, written in the style of version 5."""
-    config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # it writes into what it is given
+    """Return a config.json in the style of transformers 5, with the defaults that transformers fills in."""
+    config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))  # a copy, because it changes its arguments
     return {**config.to_dict(), "dtype": raw.get("dtype", raw.get("torch_dtype"))}
 
 
@@ -53,7 +53,7 @@ def gemma(**entries: Any) -> dict[str, Any]:
     return GEMMA | entries
 
 
-# ---------------------------------------------------------------------- what is read
+# ---------------------------------------------------------------------- accepted files
 
 
 @pytest.mark.parametrize("preset", sorted(PUBLISHED.keys() & PRESETS))
@@ -112,7 +112,7 @@ def test_mistrals_window_is_for_every_layer_or_for_none() -> None:
 def test_biases_of_queries_keys_and_values_and_of_the_output(architecture: str) -> None:
     for asked in (False, True):
         config = parse_config(OF_ARCHITECTURE[architecture] | {"attention_bias": asked})
-        if architecture in ("mistral", "qwen2"):  # the entry is not theirs
+        if architecture in ("mistral", "qwen2"):  # these architectures do not have the entry
             assert (config.qkv_bias, config.o_bias) == (architecture == "qwen2", False)
         else:
             assert (config.qkv_bias, config.o_bias) == (asked, asked)
@@ -169,7 +169,7 @@ def test_both_styles_are_one_config(architecture: str) -> None:
 
 
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"}
-# transformers fills these with fixed numbers of its own: 32 KV heads, an EOS of 2, a type found in the weights.
+# transformers fills these with its own values: 32 KV heads, an EOS of 2, the type of the weights. Ours differ.
 DEFAULTS_NOBODY_MEANS = {"num_key_value_heads", "eos_token_id", "torch_dtype", "dtype"}
 
 
@@ -186,7 +186,7 @@ DEFAULTS_NOBODY_MEANS = {"num_key_value_heads", "eos_token_id", "torch_dtype", "
 def test_an_entry_left_out_means_what_it_means_to_transformers(
     architecture: str, entry: str, style: int
 ) -> None:
-    """Or is refused, where no two checkpoints agree."""
+    """Entries without a common default are refused if they are missing."""
     full = OF_ARCHITECTURE[architecture] if style == 4 else resolved(OF_ARCHITECTURE[architecture])
     raw = {key: value for key, value in full.items() if key != entry}
     if entry in DEFAULTS_NOBODY_MEANS:
@@ -210,7 +210,7 @@ def test_eos_ids_are_null_one_or_many(written: Any, ids: set[int]) -> None:
     assert parse_config(llama(eos_token_id=written)).eos_token_ids == ids
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- refused files
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0}

@@ -1,4 +1,4 @@
-"""The models against transformers, and one flat pass over many sequences against each sequence alone."""
+"""The models compared with transformers, and a flat pass over many sequences with each sequence alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.helpers import (
 )
 
 PARITY = 1e-4  # float32 against float32
-FLAT = 1e-4  # one pass over many against one pass over one: the same sums in another order
+FLAT = 1e-4  # a pass over many sequences against one sequence alone: the same sums in another order
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -129,7 +129,7 @@ def zoo_oracle(name: str) -> Any:
 
 
 def logits_token_by_token(model: CausalLM, token_ids: Sequence[int], prompt: int) -> Tensor:
-    """Logits at every position where `prompt` tokens come in one pass and each later one in a pass of its own."""
+    """Return the logits at all positions: `prompt` tokens are computed in one pass, later tokens one by one."""
     pool = scattered(model, [len(token_ids)])
     pieces = [token_ids[:prompt], *([token_id] for token_id in token_ids[prompt:])]
     return torch.cat([run_pass(model, pool, [(0, piece)])[0] for piece in pieces])
@@ -166,7 +166,7 @@ def test_logits_are_those_of_transformers_at_every_position(
     save_tiny(tmp_path, architecture, **entries)
     model, token_ids = load(tmp_path), draw_ids(90)
     expected = oracle_logits(oracle_of(tmp_path), token_ids)
-    assert expected.std() > 1.0  # near-equal logits would agree whatever the model did
+    assert expected.std() > 1.0  # nearly equal logits would agree with any model
     assert largest_difference(solo_logits(model, token_ids), expected) < PARITY
     assert largest_difference(logits_token_by_token(model, token_ids, prompt=40), expected) < PARITY
 
@@ -188,7 +188,7 @@ def test_zoo_logits_are_those_of_transformers(name: str) -> None:
     model = zoo_model(name)
     story = open_checkpoint(str(zoo(name))).tokenizer().encode(STORY * 12)[:250]
     noise = draw_ids(250, model.config.vocab_size)
-    for token_ids in (story, noise):  # past every window and every original RoPE length of the zoo
+    for token_ids in (story, noise):  # longer than every window and every original RoPE length of the zoo
         assert len(token_ids) == 250
         expected = oracle_logits(zoo_oracle(name), token_ids)
         assert largest_difference(solo_logits(model, token_ids), expected) < PARITY
@@ -206,7 +206,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Pa
         written = generate_ours(model, prompt, 64)
         assert written == generate_theirs(oracle, prompt, 64)
         different |= set(written)
-    assert len(different) > 8  # not a token or two over and over
+    assert len(different) > 8  # the texts do not repeat one or two tokens
 
 
 def test_generation_ends_at_the_eos_where_transformers_ends(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_zoo_greedy_tokens_are_those_of_transformers(name: str) -> None:
         assert written == generate_theirs(zoo_oracle(name), token_ids, 80)
 
 
-# What transformers has written multimodal checkpoints with, by version: its names now, and what they become.
+# Prefixes of tensor names in multimodal checkpoints, today's and those that earlier versions of transformers wrote.
 OUTSIDE: dict[str, str] = {}
 INSIDE = {
     "language_model.model.": "model.language_model.",
@@ -258,7 +258,7 @@ def save_multimodal(folder: Path, *, tied: bool) -> Gemma3ForConditionalGenerati
 
 
 def rename_tensors(folder: Path, prefixes: dict[str, str]) -> None:
-    """Give every tensor whose name begins with a key of `prefixes` the value as its beginning."""
+    """In the names of tensors, replace each prefix that is a key of `prefixes` by its value."""
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     for theirs, ours in prefixes.items():
         for name in [name for name in tensors if name.startswith(theirs)]:
@@ -298,12 +298,12 @@ def test_what_else_a_multimodal_checkpoint_holds_is_refused(tmp_path: Path) -> N
 @pytest.mark.checkpoints
 @pytest.mark.parametrize("folder", REAL_CHECKPOINTS)
 def test_real_checkpoint_equals_transformers(folder: str) -> None:
-    """`INFER_TEST_MODELS=dir,dir pytest -m checkpoints`: float32, so 4 bytes per parameter, twice."""
+    """`INFER_TEST_MODELS=dir,dir pytest -m checkpoints`. Two copies in float32 need 8 bytes per parameter."""
     checkpoint = open_checkpoint(folder)
     model, oracle = load(folder, max_positions=2048), oracle_of(Path(folder))
-    token_ids = checkpoint.tokenizer().encode(STORY * 40)[:600]  # past Gemma's window of 512
+    token_ids = checkpoint.tokenizer().encode(STORY * 40)[:600]  # longer than Gemma's window of 512
     expected = oracle_logits(oracle, token_ids)
-    # Real logits reach 30 and more, where float32 itself is coarser: the bound grows with them.
+    # Real logits reach 30 and more, where float32 is coarser, so the bound grows with them.
     bound = PARITY * max(1.0, expected.abs().max().item())
     assert largest_difference(solo_logits(model, token_ids), expected) < bound
     prompt = checkpoint.tokenizer().encode(STORY)
@@ -315,26 +315,26 @@ def test_real_checkpoint_equals_transformers(folder: str) -> None:
 
 
 def changed_by_the_first_token(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
-    """[T]: how far the logits at each position move when the first token becomes another."""
+    """Return the largest change of the logits at each position if the first token is replaced, [T]."""
     other = [(token_ids[0] + 1) % model.config.vocab_size, *token_ids[1:]]
     return (solo_logits(model, token_ids) - solo_logits(model, other)).abs().amax(dim=-1)
 
 
 def test_tiny_models_are_sensitive_to_context(model: CausalLM) -> None:
-    """All comparisons below would pass on a model that looks at nothing but its last token."""
+    """If the models used only the last token, all comparisons below would pass, too."""
     assert changed_by_the_first_token(model, draw_ids(60)).min() > 0.01
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_sequences_at_different_places_in_one_pass(model: CausalLM, block_size: int) -> None:
-    """Decode beside prompts beside chunks of prompts, in any order: all get their solo logits."""
+    """Passes mix decode, prompts and chunks in any order. All sequences get the logits that they get alone."""
     sequences = [draw_ids(length, seed=length) for length in (31, 5, 40, 12, 33)]
     expected = [solo_logits(model, ids) for ids in sequences]
     pool = scattered(model, [len(ids) for ids in sequences], block_size)
     passes = (
         [(0, 20), (1, 4)],  # two prompts
         [(0, 1), (1, 1), (2, 9)],  # two decode while a third's first chunk comes
-        [(2, 16), (0, 1), (3, 12), (4, 1)],  # a later chunk, a decode after it, a prompt, a prompt of one
+        [(2, 16), (0, 1), (3, 12), (4, 1)],  # a later chunk, decode after it, a prompt, a prompt of one
         [(4, 2), (2, 14)],
         [(0, 1), (4, 1), (2, 1)],  # all decode, in another order
         [(4, 29), (0, 8)],
@@ -373,7 +373,7 @@ def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pyt
 
 
 def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which builds its indices once for each window: see the tests of attention."""
+    """The layout builds its indices once for each window, as the tests of attention check."""
     pool = scattered(model, [30, 30])
     seen: list[tuple[int, int | None]] = []
     attention = common.kv.attention
@@ -392,8 +392,8 @@ def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pyt
 
 
 def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalLM) -> None:
-    """With the kernels, attention is one of them in each layer, and all that it reads and writes is an argument: so
-    a pass can be recorded once, and run again on other tokens without coming back to Python."""
+    """With native kernels, attention is one operator in each layer, and gets all its tensors as arguments. So a
+    recorded pass can be played on other tokens without Python."""
     if not native.is_loaded() or not native.has_products(model.dtype):
         pytest.skip("no native kernels here")
     pool = scattered(model, [30, 30])
@@ -406,7 +406,7 @@ def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalL
         assert [
             args[3] is k and args[4] is v for args, k, v in zip(attends, pool.k, pool.v, strict=True)
         ] == [True] * model.config.num_layers
-        # What comes before the first norm is the view's own making, and may differ.
+        # Operators before the first norm come from building the view, and may differ.
         first = next(i for i, (name, _) in enumerate(operations.calls) if "norm" in name)
         names.append([name for name, _ in operations.calls[first:]])
     assert names[0] == names[1]
@@ -414,7 +414,7 @@ def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalL
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_packed_weights_are_held_once_and_compute_the_same(tied: bool) -> None:
-    """Nothing is held twice but a tied embedding."""
+    """Only a tied embedding is held twice."""
     if not native.is_loaded() or not native.has_products(torch.float32):
         pytest.skip("no native kernels here")
     model = tiny_model(tie_word_embeddings=tied)

@@ -32,7 +32,7 @@ def engine_of(phase: str, model: str = "llama", **options: Any) -> Engine:
 
 
 def expected(model: str, prompt: list[int]) -> torch.Tensor:
-    """[T - 1, vocab]: transformers' log-probabilities of each token but the first."""
+    """Return transformers' log-probabilities for each token but the first, [T - 1, vocab]."""
     return oracle_logits(oracle_of(zoo(f"{model}-tiny")), prompt)[:-1].float().log_softmax(dim=-1)
 
 
@@ -67,7 +67,7 @@ def assert_scores(outputs: list[StepOutput], request: Request, model: str, top: 
     ],
 )
 def test_the_same_as_transformers_beside_others(phase: str, model: str) -> None:
-    """Short prompts and long ones, some of which ask; who does not ask gets what it would have got."""
+    """Some requests ask for log-probabilities. The others are served as usual, beside them."""
     engine = engine_of(phase, model, **({"prefill_chunk_size": 48} if int(phase[5]) >= 7 else {}))
     plain = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
     requests = [

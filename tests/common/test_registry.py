@@ -213,7 +213,7 @@ def test_models_without_that_file_suggest_nothing() -> None:
 
 
 def on_meta(preset: str) -> CausalLM:
-    """A preset's model without memory."""
+    """Return a preset's model on the meta device, without memory."""
     config = open_checkpoint(f"dummy:{preset}").config
     with torch.device("meta"):
         return ARCHITECTURES[config.architecture](config, torch.bfloat16, max_positions=16)
@@ -271,25 +271,25 @@ def test_ids_beyond_a_borrowed_tokenizer_still_print() -> None:
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO, GATED, NO_REPO = "someone/tiny", "someone/gated", "someone/else"
 NOT_HERE = "is no folder here, and cannot be downloaded from the hub"
-UNREACHABLE = "http://127.0.0.1:9"  # the discard port, which nobody serves
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port, on which no server listens
 NOT_NEEDED = ("pytorch_model.bin", "original/consolidated.00.pth", "original/model.safetensors", "README.md")
 
 
 @dataclass
 class StubHub:
-    """As much of the hub's API as a download needs, on files of a folder; remembers what was asked for."""
+    """The part of the hub's API that a download needs. Serves the files of a folder, and records the requests."""
 
     files: Path
     requests: list[str] = field(default_factory=list)
     url: str = ""
 
     def fetched(self) -> set[str]:
-        """The files whose content was sent."""
+        """Return the names of the files whose content was sent."""
         prefix = f"GET /{REPO}/resolve/{COMMIT}/"
         return {line.removeprefix(prefix) for line in self.requests if line.startswith(prefix)}
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and content of a path."""
+        """Return status, headers and content for a path."""
         names = sorted(str(p.relative_to(self.files)) for p in self.files.rglob("*") if p.is_file())
         json_type, oids = {"Content-Type": "application/json"}, {n: f"{i:040x}" for i, n in enumerate(names)}
         name = path.removeprefix(f"/{REPO}/resolve/{COMMIT}/")
@@ -327,7 +327,7 @@ def _handler(hub: StubHub) -> type[BaseHTTPRequestHandler]:
         do_HEAD = do_GET
 
         def log_message(self, *_: Any) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     return Handler
 
@@ -370,7 +370,7 @@ for name in sys.argv[1:]:
 
 
 def open_in_a_process(names: list[str], endpoint: str, cache: Path, **env: str) -> list[str]:
-    """What comes of each name where `endpoint` is the hub: huggingface_hub reads it from the environment once."""
+    """Open models in a new process, because the hub's address is read only once. Returns a line for each model."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", OPEN, *names]

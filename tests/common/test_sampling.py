@@ -1,4 +1,4 @@
-"""The batched sampler against the same steps written plainly, row by row, in Python floats."""
+"""The batched sampler compared with an oracle: the same steps row by row, in Python floats."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ids_of(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 
 
 def softmax(scores: Sequence[float]) -> list[float]:
-    """Infinite scores share it all."""
+    """Return the softmax of scores. If some are infinite, they share the whole probability."""
     top = max(scores)
     weights = [1.0 if score == top else math.exp(score - top) for score in scores]
     total = math.fsum(weights)
@@ -62,7 +62,7 @@ def softmax(scores: Sequence[float]) -> list[float]:
 def distribution(
     logits: Sequence[float], request: Request, allowed: Collection[int] = range(VOCAB)
 ) -> list[tuple[int, float]]:
-    """(token, probability) in the order in which the uniform number is compared. Empty: there is no token.
+    """Return (token, probability) pairs in the order of the running sum. Empty: no token can be sampled.
 
     The order of filters is the documented one: biases, penalties, tokens not allowed now, temperature, top-k,
     top-p, min-p.
@@ -79,7 +79,7 @@ def distribution(
     if request.num_generated_tokens < params.min_tokens:
         for token in request.ending_token_ids:
             scores[token] = -math.inf
-    broken = any(map(math.isnan, scores))  # also by what is not allowed
+    broken = any(map(math.isnan, scores))  # NaN of a token that is not allowed counts, too
     scores = [score if token in allowed else -math.inf for token, score in enumerate(scores)]
     if broken or max(scores) == -math.inf:
         return []
@@ -107,7 +107,7 @@ def distribution(
 def plain_sample(
     logits: Sequence[float], request: Request, uniform: float, allowed: Collection[int] = range(VOCAB)
 ) -> tuple[int, float]:
-    """The token, and how far `uniform` is from a border at which it would be another."""
+    """Return the token, and the distance of `uniform` from the nearest number that gives another token."""
     reached = 0.0
     pairs = distribution(logits, request, allowed)
     for token, p in pairs:
@@ -120,7 +120,7 @@ def plain_sample(
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.0, 2.5, 1e38, 1e300]),
-    # Of 3, 10 or 40 equally likely tokens, none of these is the share of some: rounding would decide there.
+    # No value is n/3, n/10 or n/40: among equally likely tokens, rounding would decide the cut there.
     top_p=st.sampled_from([1.0, 1.0, 0.94, 0.61, 0.11, 1e-6, 5e-324]),
     top_k=st.sampled_from([None, None, 1, 3, 10, VOCAB, 1000]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
@@ -139,7 +139,7 @@ ENDLESS = st.sampled_from([math.inf, -math.inf, math.nan])
 
 
 def masks_of(allowed: dict[int, Collection[int]], words: int = 2) -> TokenMasks:
-    """By row, the tokens that may come."""
+    """Return masks from the allowed tokens of each row."""
     bits = [sum(1 << token for token in tokens) for tokens in allowed.values()]
     rows = [[each >> 32 * word & 0xFFFFFFFF for word in range(words)] for each in bits]
     return TokenMasks(tuple(allowed), torch.tensor(rows, dtype=torch.int64).to(torch.int32))
@@ -172,7 +172,7 @@ def test_every_row_of_any_batch_against_the_oracle(
 def test_a_gpus_kernel_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
-    """Without a sort, in Triton's interpreter."""
+    """The kernel, which does not sort, runs in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common.sampling, "use_triton", lambda _: True)
         check_against_the_oracle(rows, seed, spread, endless)
@@ -181,7 +181,7 @@ def test_a_gpus_kernel_against_the_oracle(
 def check_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
-    """Greedy, sampled, filtered, biased and penalised rows, with what a grammar allows and without."""
+    """Compare a batch of greedy, sampled, filtered, biased, penalised and masked rows with the oracle."""
     logits = random_logits(len(rows), seed=seed, spread=spread)
     for row, tokens, value in endless:
         logits[row % len(rows), tokens] = value
@@ -199,7 +199,7 @@ def check_against_the_oracle(
         if request.params.greedy or margin > 1e-5:
             assert chosen == expected
         elif likely:
-            # A cut that float32 puts one token further is a tie of the oracle's, not an error of the sampler's.
+            # Rounding in float32 may move the cut of top-p or min-p by one token, which is no error.
             assert chosen in likely or request.params.top_p < 1.0 or request.params.min_p > 0.0
         entry, plain = reported[row], unmasked[row]
         assert (entry is None) == (plain is None) == (request.params.logprobs is None)
@@ -209,7 +209,7 @@ def check_against_the_oracle(
 
 # ---------------------------------------------------------------------- a few candidates, or all
 
-#: Scores of which many are equal, so that ties lie on every border.
+#: Scores many of which are equal, so that cuts fall between equal scores.
 STEPS = st.lists(
     st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.5, -4.0, math.inf, -math.inf, math.nan]),
     min_size=VOCAB,
@@ -233,8 +233,8 @@ FILTERED = st.builds(
 def test_a_few_candidates_choose_what_all_of_them_choose(
     rows: list[tuple[SamplingParams, list[float] | int]], candidates: int
 ) -> None:
-    """The same token, always: with ties at the border of the candidates, with NaN and infinities, whatever is
-    asked. Scores are drawn in steps, or at random."""
+    """The token never depends on the number of candidates, even with NaN, infinities, or equal scores at the last
+    candidate. Scores are drawn from `STEPS` or at random."""
     logits = torch.stack(
         [random_logits(1, seed=each)[0] if isinstance(each, int) else torch.tensor(each) for _, each in rows]
     )
@@ -247,7 +247,7 @@ def test_a_few_candidates_choose_what_all_of_them_choose(
 
 
 class Sorts:
-    """How many rows were put in order, by how many of their tokens."""
+    """Counts the rows that were sorted, by the number of tokens that were sorted in them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: Counter[int] = Counter()
@@ -263,7 +263,7 @@ class Sorts:
 def test_all_are_sorted_only_in_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = 5 * FIRST_CANDIDATES
     logits = random_logits(8, vocab=vocab)
-    logits[3] *= 1e-3  # equally likely, so that 90 % are more tokens than were looked at
+    logits[3] *= 1e-3  # nearly equally likely, so that 90 % take more tokens than the first candidates
     few, many = FIRST_CANDIDATES // 2, FIRST_CANDIDATES + 1
     filters: list[dict[str, Any]] = [
         {"top_k": 1},
@@ -296,7 +296,7 @@ def test_all_are_sorted_only_in_rows_that_need_it(monkeypatch: pytest.MonkeyPatc
 def test_candidates_that_end_among_equals(
     values: dict[str, Any], last: int, sorted_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal tokens rank by their ids. A search for the first eight finds any of them: it decides nothing."""
+    """Equal tokens rank by their ids, but candidates may be any of them. If that matters, all tokens are sorted."""
     logits = torch.zeros(1, VOCAB)
     logits[0, [30, 20]] = 5.0
     monkeypatch.setattr(common.sampling, "FIRST_CANDIDATES", 8)
@@ -315,7 +315,7 @@ def test_candidates_that_end_among_equals(
 
 
 def draws(request: Request, logits: Tensor, count: int, neighbours: int = 0, place: int = 0) -> list[int]:
-    """`count` tokens of `request`, one of several rows."""
+    """Sample `count` tokens of `request`, which is row `place` of a batch with `neighbours` others."""
     chosen = []
     for step in range(count):
         others = [make(seed=1000 * step + i, temperature=1.3, top_k=4 + i) for i in range(neighbours)]
@@ -365,7 +365,7 @@ def test_the_numbers_next_to_0_and_1_find_a_token(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_tail_of_a_large_vocabulary_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200,000 tokens share a ten-thousandth: near 1, sums in float32 step over a hundred of them at once."""
+    """200,000 tokens share a probability of 1/10,000. Near 1, float32 sums would skip a hundred of them at once."""
     vocab = 200_001
     logits = torch.zeros(1, vocab)
     logits[0, 0] = math.log(2e9)
@@ -386,7 +386,7 @@ def test_low_precision_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
-# ---------------------------------------------------------------------- what a grammar allows
+# ---------------------------------------------------------------------- masks
 
 
 def test_a_mask_longer_than_the_vocabulary() -> None:
@@ -432,7 +432,7 @@ PENALISED = st.builds(
 def test_counts_that_were_kept_penalise_like_counts_made_anew(
     rows: list[tuple[SamplingParams, list[int]]], seed: int
 ) -> None:
-    """Twenty steps of a batch that a row leaves for some of them, as one that was preempted does."""
+    """In some of the twenty steps a row is missing, as after a preemption."""
     requests = [make(params, prompt=prompt) for params, prompt in rows]
     for step in range(20):
         away = step % 7 if step % 7 < len(requests) > 1 else None
@@ -506,7 +506,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 @pytest.mark.parametrize("values", KINDS, ids=str)
 def test_a_choice_recorded_for_one_row_holds_for_several(values: dict[str, Any]) -> None:
-    """No operator vanishes for one row, or the recorder would refuse."""
+    """If an operator did nothing for one row, the recorder would refuse."""
 
     def inputs_of(rows: int) -> tuple[SamplingInputs, dict[str, Tensor]]:
         requests = [make(seed=i, prompt=[i, 3], ends=[7], **values) for i in range(rows)]

@@ -1,4 +1,4 @@
-"""What every scheduler keeps to: integers only, deadlines, and seats shared among groups of requests."""
+"""Rules for every scheduler: it computes with integers only, keeps deadlines, and shares seats among groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIGHT: dict[str, Any] = {"block_size": 2, "num_blocks": 12}
 
 @pytest.mark.parametrize("phase", ["paged", "chunked", "prefix", "pipelined"])
 def test_no_operator_of_torch_is_called_by_a_scheduler(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even to preempt: phase 9's scheduler runs in a thread that must not compute."""
+    """Not even preemption calls one: phase 9's scheduler runs in a thread that must not compute."""
     engine = build(phase, **TIGHT)
     operators = Operators()
     with operators:
@@ -151,7 +151,7 @@ def groups_at_work(engine: Engine) -> list[str]:
 @EVERY_PHASE
 @pytest.mark.parametrize(("many", "others"), [(8, 3), (6, 1)])
 def test_a_group_leaves_seats_to_those_who_came_later(phase: str, many: int, others: int) -> None:
-    """Seats that nobody else waits for are the group's."""
+    """A group may have all seats that no other request waits for."""
     engine = build(phase, max_batch_size=4, max_waiting_requests=32)
     requests = [add_to(engine, "many", [5, i]) for i in range(many)]
     requests += [add_to(engine, f"other {i}", [9, i]) for i in range(others)]
@@ -168,7 +168,7 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
     assert groups_at_work(engine) == ["many"] * 4
     others = [add_to(engine, "", [9, i], new_tokens=8) for i in range(2)]
     outputs += [output for _ in range(6) for output in engine.step()]
-    is_static = phase == "phase4_static"  # a batch runs to its end
+    is_static = phase == "phase4_static"  # a static batch runs to its end
     assert groups_at_work(engine) == (["many"] * 4 if is_static else ["", "", "many", "many"])
     assert engine.scheduler.preemptions == (0 if is_static else 2)
     assert_served(engine, [*many, *others], outputs)
@@ -179,7 +179,7 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
 def test_a_group_gives_up_no_seat_to_a_request_that_would_find_no_memory(
     phase: str, prompt_tokens: int, gives_way: bool
 ) -> None:
-    """The other request may take 80 % of the free blocks, which are more than half of all."""
+    """A prompt may take at most 80 % of the free blocks, so the longer prompt would find no memory."""
     engine = build(phase, max_batch_size=4, max_seq_len=80, block_size=4, num_blocks=20)
     twins = [add_to(engine, "twins", [5, 6], new_tokens=12) for _ in range(4)]
     outputs = [output for _ in range(3) for output in engine.step()]

@@ -1,4 +1,4 @@
-"""Step traces: whoever reads the frames knows what the engine knew, from whichever key frame they begin."""
+"""Step traces: from any key frame on, the frames give the state of the engine in every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS: dict[str, Any] = {"max_seq_len": 48}
 
 
 class Reader:
-    """What frames say, put together as a viewer does."""
+    """Rebuilds the engine's state from frames, as a viewer does."""
 
     def __init__(self) -> None:
         self.ids: dict[int, str] = {}
@@ -60,7 +60,7 @@ class Reader:
 
 
 def truth(engine: Engine) -> dict[str, Any]:
-    """The same, asked of the engine in full."""
+    """Return the same state (`Reader.view`), read from the engine."""
     pool, scheduler = engine.runner.pool, engine.scheduler
     held = {request.request_id: request.slot for request in scheduler.active}
     waiting = [request.request_id for request in scheduler.waiting]
@@ -80,7 +80,7 @@ def engine_of(phase: str, **options: Any) -> Engine:
 
 
 def busy(engine: Engine, requests: int = 40, seed: int = 1) -> None:
-    """Traffic of all kinds: prompts that begin alike, cancelled requests, more than there is memory for."""
+    """Run random traffic: prompts with shared prefixes, cancelled requests, and more requests than memory."""
     draw = random.Random(seed)
     shared = [draw.randrange(250) for _ in range(12)]
     to_come = requests
@@ -151,7 +151,7 @@ def test_a_failed_request_ends_with_an_error() -> None:
         return chained(token_ids)
 
     engine = build("continuous")
-    engine.runner.model.rule = rule  # type: ignore[assignment]  # it is the one that remembers
+    engine.runner.model.rule = rule  # type: ignore[assignment]  # it is a `RememberingModel`
     trace = StepTrace(engine)
     add(engine, [7], greedy(2))
     add(engine, [8], greedy(2))
@@ -172,7 +172,7 @@ def test_what_was_found_in_memory_is_told_once() -> None:
 
 
 class Sparse:
-    """A frame of every third step."""
+    """Makes a frame of every third step."""
 
     def __init__(self, engine: Engine) -> None:
         self.maker = FrameMaker(engine)

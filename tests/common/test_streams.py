@@ -1,4 +1,4 @@
-"""Streams: work is done in order, errors belong to their own work, and its times are known."""
+"""Streams: they run work in order, raise an error only for the work that failed, and time each work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_work_of_any_size_in_order(stream: Stream) -> None:
 
 
 def test_work_behind_work(stream: Stream) -> None:
-    for n in (1, 2, 3):  # recorded, then played behind what was recorded, then behind what is played
+    for n in (1, 2, 3):  # recorded, then played after recorded work, then after played work
         first = stream.submit("halve", lambda x: (x / 2, -x), [torch.full((n,), 8.0)], fetch=False)
         second = stream.submit("sum", lambda a, b, c: (a + b + c,), [torch.ones(n)], first)
         assert second.wait()[0].tolist() == [4 - 8 + 1] * n
@@ -92,7 +92,7 @@ def test_work_is_done_once_it_was_waited_for(stream: Stream) -> None:
             x = x.sin()
         return (x,)
 
-    for _ in range(2):  # a recording is done when it is handed in
+    for _ in range(2):  # recording computes at once, so the second call is tested
         pending = stream.submit("slowly", slowly, [torch.ones(20_000)])
     assert not pending.done()
     pending.wait()
@@ -156,7 +156,7 @@ def test_a_stream_tells_what_it_did_while_somebody_wants_to_know(stream: Stream)
     def work(key: str) -> None:
         stream.submit(key, double, [torch.ones(3)]).wait()
 
-    for key in ("a", "b", "a"):  # a tape is recorded when its kind first comes, and that is not told
+    for key in ("a", "b", "a"):  # the first call of each key records a tape, and has no time
         work(key)
     stream.time_work(True)
     for key in ("a", "b", "a"):
@@ -175,7 +175,7 @@ def test_a_stream_tells_what_it_did_while_somebody_wants_to_know(stream: Stream)
 
 
 class Event:
-    """An event of a GPU whose clock the test turns, in milliseconds; it is over once the GPU has got so far."""
+    """A GPU's event. The test sets the GPU's clock in milliseconds. An event is done once `reached_ms` is at it."""
 
     now_ms: ClassVar[float] = 0.0
     reached_ms: ClassVar[float] = 0.0

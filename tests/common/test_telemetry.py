@@ -1,4 +1,4 @@
-"""The ring buffer of steps and its pages: bounded, in order, and read to the end while the engine goes on."""
+"""The ring buffer of steps and its pages: bounded, in order, and readable to the end while the engine runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps_of(page: dict[str, Any]) -> list[int]:
 
 
 def pages(telemetry: Telemetry, since_step: int) -> Iterator[dict[str, Any]]:
-    """Page after page, for as long as there is a next one."""
+    """Yield pages until no step is left."""
     while True:
         page = telemetry.snapshot(since_step=since_step)
         yield page

@@ -1,4 +1,4 @@
-"""Tokens turned into text as they come: the same text as at once, never half a character, stop strings cut out."""
+"""Incremental detokenization: the text is that of decoding at once, without half characters and stop strings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def tell(
     tokenizer: Tokenizer, token_ids: Sequence[int], *, prompt: Sequence[int] = (), stop: Sequence[str] = ()
 ) -> list[str]:
-    """The deltas of each token, and what is left at the end."""
+    """Return the delta of each token, and the rest at the end."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, stop)
     deltas = [detokenizer.add(token_id) for token_id in token_ids if not detokenizer.stopped]
     return [*deltas, detokenizer.finish()]
@@ -51,7 +51,7 @@ def tell(
 
 # ---------------------------------------------------------------------- the same text as at once
 
-# What a tokenizer may rewrite (NFC) is compared with the decoded text, not with the original.
+# A tokenizer may normalize the text (NFC), so deltas are compared with the decoded text, not with the original.
 WORDS = ["a", "Word", "1", "23", "4567", ".", ",", "!", "'s", "<", ">", "{", "▁", "\u200d"]
 WORDS += ["é", "e\u0301", "ß", "中", "国", "日本", "語", "한", "ا", "ह", "😀", "👍🏽", "🏳️\u200d🌈", "🇫🇷"]
 CHARACTERS = st.one_of(
@@ -69,7 +69,7 @@ TEXTS = st.lists(CHARACTERS, max_size=20).map("".join)
 @example(text="中国日本語", cut=4)
 @example(text="end \n\n\n", cut=1)
 def test_deltas_join_to_the_text_decoded_at_once(name: str, text: str, cut: int) -> None:
-    """Wherever between two characters the prompt ends."""
+    """The prompt may end between any two characters."""
     tokenizer = zoo(name)
     everything = encode(tokenizer, text)
     cut = min(cut, len(everything))
@@ -84,7 +84,7 @@ def test_deltas_join_to_the_text_decoded_at_once(name: str, text: str, cut: int)
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS, seed=st.integers(0, 1000))
 def test_tokens_may_begin_and_end_anywhere_in_a_character(text: str, seed: int) -> None:
-    """Byte-level vocabularies have tokens that end one character and begin the next, many in a row."""
+    """Byte-level vocabularies may have many tokens in a row that end one character and begin the next."""
     rng = random.Random(seed)
     data = text.encode()
     cuts = sorted({0, len(data), *(rng.randrange(len(data) + 1) for _ in range(len(data) // 2))})
@@ -126,7 +126,7 @@ def test_incomplete_bytes_are_dropped_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
-    """The token of a single byte, in a byte-fallback or a byte-level vocabulary."""
+    """Return the token of a single byte, in a byte-fallback or a byte-level vocabulary."""
     names = (f"<0x{byte:02X}>", byte_alphabet()[byte])
     return next(i for name in names if (i := tokenizer.backend.token_to_id(name)) is not None)
 
@@ -140,14 +140,14 @@ def test_broken_bytes_show_after_four_tokens_and_later_text_is_heard(tokenizer: 
 
 @pytest.mark.parametrize("before", ["", "a", "中", "😀", FAMILY])
 def test_broken_bytes_after_a_character_of_several_tokens(tokenizer: Tokenizer, before: str) -> None:
-    """What is begun anew after them must not begin within that character."""
+    """Decoding restarts after broken bytes. It must not restart within the character before them."""
     broken = [byte_token(tokenizer, 0xFE)] * 4
     ids = [*encode(tokenizer, before), *broken, *encode(tokenizer, "x")]
     assert "".join(tell(tokenizer, ids)) == before + "\ufffd" * 4 + "x"
 
 
 def test_byte_fallback_text_before_a_broken_byte_stays_said() -> None:
-    """The library's "invalid prefix": with the broken byte, the run of bytes decodes to something else."""
+    """The library's "invalid prefix": together with the broken byte, the earlier bytes decode to another text."""
     tokenizer = zoo("gemma3-tiny")
     ids = [
         *encode(tokenizer, "語"),
@@ -163,7 +163,7 @@ def test_byte_fallback_text_before_a_broken_byte_stays_said() -> None:
     "tail", ["😀", FAMILY, "x" + FAMILY, "中" + FAMILY, FAMILY * 2, "日本語" * 3 + "x😀", "Hi"]
 )
 def test_nothing_of_the_prompt_shows_in_the_answer(tokenizer: Tokenizer, tail: str) -> None:
-    """The prompt's tail is heard for the spacing; it is cut to a few tokens, never within a character."""
+    """The detokenizer reads the prompt's last tokens for the spacing. It never begins within a character."""
     for filler in range(6):
         prompt = encode(tokenizer, "." * filler + tail)
         assert "".join(tell(tokenizer, encode(tokenizer, "so"), prompt=prompt)) == "so"
@@ -195,7 +195,7 @@ def test_special_tokens_are_left_out_and_foreign_ids_print_as_numbers(tokenizer:
     *first, last = emoji
     for ids, text in (
         ([*special, *a, *special, *b, *special], "ab"),
-        ([special[0]] * 10, ""),  # not taken for broken bytes
+        ([special[0]] * 10, ""),  # special tokens are not taken for broken bytes
         ([*a, *first, special[0], last], "a😀"),
         ([*a, foreign, foreign + 1, *b], f"a<{foreign}><{foreign + 1}>b"),
         ([*a, byte_token(tokenizer, 0xF0), foreign, *b], f"a\ufffd<{foreign}>b"),
@@ -239,7 +239,7 @@ def test_each_token_by_itself_is_decoded_once(tokenizer: Tokenizer, monkeypatch:
 
 
 def llama2_style() -> Tokenizer:
-    """Spaces as `▁` at the beginning of words, byte fallback, and a decoder that strips the text's first space."""
+    """A tokenizer with `▁` for spaces, byte fallback, and a decoder that strips the text's first space."""
     words = ["▁Hello", "▁wor", "ld", "▁", ".", "▁a"]
     vocab = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     vocab |= {word: 258 + i for i, word in enumerate(words)}
@@ -272,7 +272,7 @@ def test_spaces_survive_a_restart_after_broken_bytes() -> None:
 
 
 def cut_at_first_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The plain reading: look after every character whether a stop string is complete; the longest begins first."""
+    """Return the text before the first complete stop string (of several, the longest), and if there is one."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -297,7 +297,7 @@ LETTERS = st.text(alphabet="ab1\n", max_size=40)
 @example(text="xabcab", stops=["abcd", "b"], seed=0)
 @example(text="abc", stops=["abc", "bc", "c"], seed=0)
 def test_stop_strings_against_a_plain_reading(text: str, stops: list[str], seed: int) -> None:
-    """Whatever the chunks: the text before the first complete stop string, nothing early, nothing held in vain."""
+    """For any cut into tokens, the text ends before the first stop string, and none is held longer than needed."""
     rng = random.Random(seed)
     pieces: list[str] = []
     left = text
@@ -329,11 +329,11 @@ def test_stop_strings_against_a_plain_reading(text: str, stops: list[str], seed:
 @pytest.mark.parametrize(
     ("text", "stops", "min_tokens", "said", "stopped"),
     [
-        ("anENDed", ["END"], 4, "an", True),  # the fifth token completes it
+        ("anENDed", ["END"], 4, "an", True),  # the fifth token completes END
         ("anENDed", ["END"], 5, "anENDed", False),
         ("anENDed", ["END"], 99, "anENDed", False),
         ("aaa", ["aa"], 2, "a", True),  # begun by a token that could not stop, completed by one that could
-        ("anENDed", ["END", "ENDING"], 5, "anENDed", False),  # held for the longer, and long complete
+        ("anENDed", ["END", "ENDING"], 5, "anENDed", False),  # held for ENDING; END came too early
         ("anENDING", ["END", "ENDING"], 5, "an", True),
     ],
 )
@@ -393,7 +393,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
 
 
 def test_other_threads_run_while_two_megabytes_are_tokenized() -> None:
-    """Were the GIL held all the while, only a turn before and after would pass."""
+    """If tokenizing held the GIL, the other thread would run only before and after it."""
     tokenizer = zoo("llama-tiny")
     text = "The little robot went home. " * 70_000
     turns, done = 0, threading.Event()

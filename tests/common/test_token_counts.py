@@ -1,4 +1,4 @@
-"""Counts of generated tokens, kept from step to step, against counting them all."""
+"""Counts of generated tokens that are updated at each step, compared with counting all tokens."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def entries(counts: TokenCounts) -> list[tuple[int, int]]:
 def test_the_past_is_not_read_again() -> None:
     counts = TokenCounts([7, 8, 9], 10, with_prompt=True)
     counts.catch_up([7, 8, 9, 4])
-    counts.catch_up([0, 0, 0, 0, 4, 5])  # a past that would tell on whoever read it
+    counts.catch_up([0, 0, 0, 0, 4, 5])  # the zeros would be counted if the past were read again
     assert entries(counts) == [(7, 0), (8, 0), (9, 0), (4, 2), (5, 1)]

@@ -1,4 +1,4 @@
-"""What a trace holds: the format's rules, every request once, and nothing left in the engine when it is over."""
+"""Traces: they keep the format's rules, have every request once, and leave nothing in the engine when they end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def traced(phase: str, **options: Any) -> tuple[Engine, Tracer, TraceBuffer]:
 
 @contextlib.contextmanager
 def recorded(engine: Engine) -> Iterator[list[Event]]:
-    """What happens inside is recorded: afterwards the list holds its valid events."""
+    """Record a trace of the block. After the block, the yielded list has its events, which must be valid."""
     tracer, buffer = Tracer(engine), TraceBuffer()
     events: list[Event] = []
     tracer.start(buffer)
@@ -49,7 +49,7 @@ def recorded(engine: Engine) -> Iterator[list[Event]]:
 
 
 class TracedTraffic(Traffic):
-    """Random traffic, recorded from its first request to its last."""
+    """Random traffic that is traced from its first request to its last."""
 
     def __init__(self, phase: str, **options: Any) -> None:
         super().__init__(phase, **options)
@@ -154,7 +154,7 @@ def test_recordings_and_requests_may_begin_while_a_step_waits_for_another() -> N
 
 
 def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None:
-    """A shutdown that cannot wait fails them without a step."""
+    """A shutdown at its time limit fails requests without a step."""
     engine = build("phase5_continuous", clock=time.monotonic)
     with recorded(engine) as events:
         add(engine, "abc", greedy(20))

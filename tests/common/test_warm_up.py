@@ -1,4 +1,4 @@
-"""What a start runs ahead of the first client: every kind of pass, and on a GPU every kernel."""
+"""Before the first client, a start runs every kind of pass, and on a GPU every kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KERNELS = {
 
 
 def start(phase: str, **options: Any) -> Any:
-    """An engine with a model that it loads by itself."""
+    """Build an engine that loads its model itself."""
     package = find_phase(phase)
     return package.build_engine(package.Config(device="cpu", dtype="float32", **options))
 
@@ -75,7 +75,7 @@ def test_a_server_of_few_positions_starts() -> None:
 
 @pytest.mark.slow
 def test_no_client_pays_for_a_compilation() -> None:
-    """On a GPU: whatever is asked of a phase, it launches no kernel that its start has not launched."""
+    """On a GPU, no request makes a phase launch a kernel variant that its start has not launched."""
     pytest.importorskip("triton")
     result = subprocess.run(
         [sys.executable, __file__],
@@ -96,7 +96,7 @@ def test_no_client_pays_for_a_compilation() -> None:
 
 
 def compute_as_well(module: Any, name: str, reference: Callable[..., Any]) -> None:
-    """Let the choice fall on Triton: launch (which does nothing here but to be counted), then compute in torch."""
+    """Make a module choose Triton. A launch is only counted here, so torch computes the result afterwards."""
     launch = getattr(module, name)
 
     def both(*args: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def compute_as_well(module: Any, name: str, reference: Callable[..., Any]) -> No
 
 
 def collect_compilations() -> None:
-    """Print, as JSON, what each phase would compile when it starts, and after serving all sorts of requests."""
+    """Print as JSON the kernels that each phase would compile at its start, and after many kinds of requests."""
     import kernels.attention
     import kernels.gated_act
     import kernels.paged_attention
@@ -134,7 +134,7 @@ def collect_compilations() -> None:
     for phase in phase_names():
         found.clear()
         options = {"batch_wait_timeout_s": 0.0} if phase == "phase4_static" else {}
-        # A model with windows, and with norms of heads: it launches every kernel there is.
+        # This model has windows and norms of heads, so it launches every kernel.
         engine = start(phase, model="zoo:gemma3-tiny", max_seq_len=700, native_kernels=False, **options)
         after_start = so_far()
         for prompts in ([1], [2], [33], [600], [16] * 8, [1, 300, 5, 64], [7, 100, 17]):

@@ -1,4 +1,4 @@
-"""The engine's thread and its door to asyncio: a real thread, a real event loop, models that can be held."""
+"""The engine's thread and the worker that connects it to asyncio, with a real thread and a real event loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gate() -> Gate:
 
 
 def engine_of(phase: str, before_pass: Callable[[Any], None] = lambda _: None, **options: Any) -> Engine:
-    """An engine in real time."""
+    """Build an engine with a real clock."""
     return build(phase, RememberingModel(before_pass=before_pass), clock=time.monotonic, **options)
 
 
@@ -178,15 +178,15 @@ async def test_places_are_held_and_given_back(phase: str, gate: Gate) -> None:
                 worker.hold_places(1)
         requests = [engine.create_request(str(i), greedy(2)) for i in range(4)]
         with pytest.raises(QueueFullError):
-            worker.hold_places(4)  # several at once leave a quarter of the queue to others
-        with worker.hold_places(3) as places:  # all are back
+            worker.hold_places(4)  # several places at once must leave a quarter of the queue free
+        with worker.hold_places(3) as places:  # all places were given back
             with pytest.raises(ValueError, match="3 places are held, for 2"):
                 places.submit(requests[:2])
             streams = places.submit(requests[:3])
         with worker.hold_places(1) as places:
             streams += places.submit(requests[3:])
         with pytest.raises(QueueFullError):
-            worker.hold_places(1)  # in the inbox, not yet in the queue: counted all the same
+            worker.hold_places(1)  # requests in the inbox count, though they are not in the queue yet
         gate.open.set()
         for stream in [first, *streams]:
             assert (await read(stream))[-1].finish_reason == "length"
@@ -196,7 +196,7 @@ async def test_places_are_held_and_given_back(phase: str, gate: Gate) -> None:
 
 
 async def test_the_prefix_cache_is_reset_between_two_steps(gate: Gate) -> None:
-    """Also while one step runs, whose request keeps what it uses; not when nothing is taken any more."""
+    """A reset waits for the running step, whose request keeps its blocks. After shutdown it is refused."""
     engine = engine_of("prefix", gate, block_size=4)
     async with working(engine) as worker:
         first = submit(worker, "a prompt of some length", greedy(2))
@@ -271,8 +271,8 @@ async def test_an_engine_that_fails_while_it_is_paused_says_so(gate: Gate) -> No
 
 
 async def test_every_promise_is_kept_under_load(phase: str) -> None:
-    """Clients that hold places, wait, submit, withdraw and cancel at random: nobody for whom one is held is refused
-    by the engine, and in the end every place is free."""
+    """Clients hold places, wait, submit, withdraw and cancel at random. The engine refuses no request with a place,
+    and in the end every place is free."""
     engine = engine_of(phase, max_waiting_requests=5, max_batch_size=3)
     rng = random.Random(0)
     refused = finished = cancelled = 0
@@ -307,7 +307,7 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
     async with working(engine) as worker:
         await asyncio.gather(*(client(worker, number) for number in range(16)))
         assert await worker.drain(TIMEOUT_S)
-        # Those who were cancelled at once may still be in the inbox.
+        # Requests that were cancelled at once may still be in the inbox.
         await until(lambda: worker.num_waiting() == 0)
         await until(lambda: not engine.has_work)
     assert min(refused, finished, cancelled) > 0
@@ -397,7 +397,7 @@ async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
 async def test_the_end_fails_those_who_are_not_done_in_time(phase: str, end: str) -> None:
-    """Running requests and waiting ones."""
+    """At the time limit, running and waiting requests fail."""
     engine = engine_of(phase, slowly, max_seq_len=1000, max_batch_size=2)
     async with working(engine) as worker:
         streams = [submit(worker, str(i), greedy(990)) for i in range(3)]
@@ -407,14 +407,14 @@ async def test_the_end_fails_those_who_are_not_done_in_time(phase: str, end: str
             assert not await worker.drain(0.05)
         for outputs in await asyncio.gather(*map(read, streams)):
             assert isinstance(outputs[-1].error, ShuttingDownError)
-        if end == "drain":  # what was stopped takes no further step
+        if end == "drain":  # after `stop`, the engine takes no further step
             await until(lambda: not engine.has_work)
             assert_all_free(engine)
 
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
 async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
-    """Its place was held for it; its prompt was being tokenized meanwhile. Nobody would answer it."""
+    """The engine ends while the request holds a place. Without a refusal the request would wait for ever."""
     engine = engine_of("continuous", slowly, max_seq_len=1000)
     async with working(engine) as worker:
         running = submit(worker, "one", greedy(990))
@@ -464,7 +464,7 @@ async def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
             assert worker.dead.__cause__ is mistake
             with pytest.raises(EngineDeadError):
                 worker.hold_places()
-            # One for whom a place was held before is answered as well.
+            # A request that holds a place is answered, too.
             (late,) = places.submit([engine.create_request("late", greedy(1))])
         assert isinstance((await read(late))[-1].error, EngineDeadError)
         assert await worker.drain(TIMEOUT_S)
@@ -517,7 +517,7 @@ async def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -
 
 
 async def test_a_static_batch_is_woken_by_its_timer() -> None:
-    """One request of a batch of four: nothing happens until the time is over, and nobody polls meanwhile."""
+    """One request waits for a batch of four. The engine takes no step until the timeout ends."""
     wait_s = 0.15
     engine = engine_of("static", batch_wait_timeout_s=wait_s)
     async with working(engine) as worker:

@@ -1,4 +1,4 @@
-"""The zoo: what its text promises, and what each checkpoint must be for other tests to lean on it."""
+"""The zoo: rules of its training text, and properties of its checkpoints that other tests rely on."""
 
 import json
 import random
@@ -17,9 +17,9 @@ from common.zoo import text, train
 from tests.helpers import ZOO_NAMES
 
 ZOO = Path(train.__file__).parent
-#: Query heads that share a KV head.
+#: The number of query heads that share a KV head.
 GROUPS = {"llama-tiny": 3, "qwen3-tiny": 2, "gemma3-tiny": 4}
-#: What each architecture has of its own.
+#: Config entries that differ between the architectures.
 ENTRIES: dict[str, dict[str, Any]] = {
     "llama-tiny": {
         "model_type": "llama",
@@ -57,7 +57,7 @@ AWKWARD = (
 
 @cache
 def load(name: str) -> tuple[Any, Any]:
-    """Model (float32, CPU) and tokenizer, as transformers reads them."""
+    """Return the model (float32, CPU) and the tokenizer as transformers reads them."""
     model = AutoModelForCausalLM.from_pretrained(ZOO / name, dtype=torch.float32)
     return model.train(False), AutoTokenizer.from_pretrained(ZOO / name)
 
@@ -174,7 +174,7 @@ def test_tokenizer_gives_back_every_text(name: str, written: str) -> None:
     tokenizer = Tokenizer.from_file(str(ZOO / name / "tokenizer.json"))
     ids = tokenizer.encode(written, add_special_tokens=False).ids
     expected = written
-    if name == "gemma3-tiny":  # a "▁" in a text and a space are one and the same to Gemma's tokenizer
+    if name == "gemma3-tiny":  # Gemma's tokenizer does not distinguish "▁" from a space
         expected = written.replace("▁", " ")
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
     _, wrapped = load(name)

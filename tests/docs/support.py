@@ -1,4 +1,4 @@
-"""The project's folder, and built pages as far as links go."""
+"""The project's folder, and the links of built pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What a browser fetches by itself when it shows a page. `<a href>` is not among them: nobody follows it unasked.
+#: Tags and attributes whose targets a browser loads with a page. `<a href>` is followed only by a click.
 LOADED = {
     ("script", "src"),
     ("img", "src"),
@@ -29,7 +29,7 @@ LOADED = {
 
 @dataclass
 class Page:
-    """An HTML file, read as far as links go."""
+    """An HTML file: its ids, its links, and the targets that it loads."""
 
     path: Path
     ids: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""Lines of arithmetic: they hold for the published results, and a wrong one stops the build."""
+"""Lines of arithmetic: they predict the published results, and a wrong one stops the build."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRICES = {"pass_base": 6000.0, "row": 300.0, "column": 1.0, "held": 0.5, "token"
 
 
 def save(folder: Path, batches: dict[int, float]) -> None:
-    """Save three runs of phases 4 and 5 with these mean batches, and prices. Their throughput is 400 and 500."""
+    """Save prices, and three runs of phases 4 and 5 with these mean batches. Their throughput is 400 and 500."""
     for repeat in (1, 2, 3):
         for label, order in PHASES:
             telemetry = ServerMetrics(

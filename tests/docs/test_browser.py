@@ -1,4 +1,4 @@
-"""The site in a real browser: nothing fails to load, nothing is asked of others, nothing is wider than a phone."""
+"""The site in a real browser: everything loads, only from the site itself, and fits the width of a phone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.browser import PHONE, Tab
 
 pytestmark = pytest.mark.browser
 
-#: Makes the browser load every image, also those far below. Returns the addresses of images that it could not load.
+#: Makes the browser load every image, even far below. Returns the addresses of images that it could not load.
 BROKEN = """Promise.all([...document.images].map(image => {
   image.loading = "eager";
   return image.decode().then(() => [], () => [image.src]);
 })).then(found => found.flat())"""
 
-#: The beginnings of a page's parts that are wider than a phone.
+#: Returns the HTML of a page's parts that are wider than a phone, cut to its beginning.
 WIDE = f"""[...document.querySelectorAll(".md-content__inner > *")]
   .filter(each => each.getBoundingClientRect().right > {PHONE + 1})
   .map(each => each.outerHTML.slice(0, 120))"""
@@ -33,7 +33,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def home(site: Path) -> Iterator[str]:
-    """The site's address at a server of its own."""
+    """The address of the site on a server for these tests."""
     handler = functools.partial(_Handler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Pages of phases beside the code: overrides, steps, exit criteria, the three requests."""
+"""Pages of phases compared with the code: overrides, steps, exit criteria, the three requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROLES = ("scheduler", "runner", "pool")
 
 
 def section(page: Path, title: str) -> str:
-    """Return what a page has below a heading of the second level."""
+    """Return the text below a page's heading of the second level."""
     return page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-# ---------------------------------------------------------------------- who overrides what
+# ---------------------------------------------------------------------- overrides
 
 
 @pytest.mark.parametrize("phase", phase_names())
@@ -45,7 +45,7 @@ def test_a_table_of_overrides_has_every_method_of_a_phase_once() -> None:
 
 @pytest.mark.parametrize("phase", phase_names())
 def test_the_step_of_a_page_is_the_one_that_runs(phase: str) -> None:
-    """Each row's first link is the body that runs, and the others are bodies of the phase's classes."""
+    """The first link of each row names the method that runs. The others name methods of the phase's classes."""
     classes = overrides.classes_of(phase)
     assembled = section(PHASE_PAGES[phase], "The step, assembled")
     rows = re.findall(r"^\| `(\w+)\.(\w+)` \| (.+?) \| (.*) \|$", assembled, re.MULTILINE)

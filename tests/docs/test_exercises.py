@@ -1,4 +1,4 @@
-"""The small exercises: each fails as it is, and passes with its solution."""
+"""The small exercises: each fails without a solution, and passes with it."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def test_untouched_exercises_fail() -> None:
     said = check()
     for file in FILES:
         assert f"FAILED {file}" in said
-    assert "ERROR" not in said  # nothing is missing but the body that the learner has to write
+    assert "ERROR" not in said  # only the body that the learner has to write is missing

@@ -24,7 +24,7 @@ def make(tree: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """An environment that is set up, results, and figures drawn after them."""
+    """A small tree with an environment, results, and figures that are newer than them."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     files = ("pyproject.toml", "constraints.txt", ".venv/base", ".venv/full", "benchmarks/report.py")
     files += ("benchmarks/results.py", "benchmarks/plots/figures.py", "benchmarks/results/a-r1.json")

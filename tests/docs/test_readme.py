@@ -1,4 +1,4 @@
-"""The README's examples do what it says of them, as pasted."""
+"""The README's examples work when they are pasted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_examples_in_python_print_stories(
 def test_commands_are_found_without_an_activated_environment() -> None:
     for block in blocks("sh"):
         if block.startswith("uv tool install "):
-            continue  # it puts `infer` on the path
+            continue  # this command puts `infer` on the path
         for line in filter(None, block.splitlines()):
             assert line.startswith(("make ", ".venv/bin/", "curl ", "export ", " ", "#")), line
 

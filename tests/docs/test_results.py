@@ -1,4 +1,4 @@
-"""Sections, sentences, tables and charts that are made of results."""
+"""Sections, sentences, tables and charts made from results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES = (("phase 4", 4), ("phase 5", 5))
 
 
 def a_run(label: str = "phase 5", order: float = 5, *, ttft: float = 1.0, **changed: object) -> Run:
-    """A complete run with TTFT as asked for. Later phases have more throughput and longer gaps."""
+    """Return a complete run with this TTFT. Later phases have more throughput and longer gaps."""
     spread = Percentiles(p50=ttft / 2, p95=ttft, p99=ttft, max=ttft, mean=ttft / 2)
     metrics = Metrics(
         requests=2,
@@ -62,13 +62,13 @@ def save(folder: Path, *, repeats: Sequence[int] = (1, 2, 3), ttft: float = 1.0,
 
 
 def section(folder: Path, *compared: str) -> str:
-    """A measured section as a page has it, without pictures: none were drawn of these results."""
+    """Return a measured section of a page. It has no pictures, because none were drawn from these results."""
     results.groups.cache_clear()
     return stories.measured_section(*(compared or COMPARED), first="bars", results=folder, folder=folder)
 
 
 def rest(folder: Path) -> str:
-    """The part of a measured section that a page folds."""
+    """Return the folded part of a measured section."""
     results.groups.cache_clear()
     return stories.measured_rest(*COMPARED, first="bars", results=folder, folder=folder)
 
@@ -171,7 +171,7 @@ def test_a_criterion_of_cells_is_met_if_every_cell_keeps_its_bound(monkeypatch: 
 
 
 def test_pages_are_made_of_complete_comparisons(tmp_path: Path) -> None:
-    """A newer one that was killed between its repeats changes nothing but the ledger, which names it."""
+    """A newer comparison that was killed between its repeats changes only the ledger, which names it."""
 
     def pages() -> list[str]:
         return [section(tmp_path)]

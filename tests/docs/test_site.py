@@ -1,4 +1,4 @@
-"""The built site: complete, consistent, and alone in the world."""
+"""The built site: complete, consistent, and independent of other servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.docs.support import ROOT, Page
 
 pytestmark = pytest.mark.slow  # building it takes most of a minute
 
-NOT_FOUND = "404.html"  # its links begin at the server's root, wherever that is
+NOT_FOUND = "404.html"  # its links begin at the server's root
 
 
 def test_every_page_of_the_sources_is_built(site: Path) -> None:
@@ -72,7 +72,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -
 
 
 def test_no_page_asks_for_a_library_that_the_theme_would_fetch(pages: dict[Path, Page]) -> None:
-    """The theme's script fetches Mermaid from a CDN as soon as a page has such a diagram."""
+    """The theme's script fetches Mermaid from a CDN if a page has a Mermaid diagram."""
     for path in pages:
         assert 'class="mermaid"' not in path.read_text(encoding="utf-8"), path
 
@@ -131,7 +131,7 @@ def test_a_link_to_a_page_has_a_preview(pages: dict[Path, Page], site: Path) -> 
 
 
 def test_a_site_that_knows_its_address_uses_it(tmp_path: Path) -> None:
-    """The address has a path: previews name a picture, and the missing page of any depth leads to that path."""
+    """The address has a path. Previews name a picture below it, and the 404 page links to it from any depth."""
     (tmp_path / "docs" / "deep").mkdir(parents=True)
     (tmp_path / "docs" / "index.md").write_text('# A "title"\n\nSome `code` & "quotes".\n\nMore.\n')
     (tmp_path / "docs" / "deep" / "page.md").write_text("# Deep\n\nText.\n")
@@ -153,7 +153,7 @@ def test_a_site_that_knows_its_address_uses_it(tmp_path: Path) -> None:
 
 
 def preview(path: Path) -> dict[str, str]:
-    """Return what a page says to programs that show a link to it."""
+    """Return a page's metadata for programs that show a preview of it."""
     found = re.findall(r'<meta property="(og:\w+)" content="([^"]*)">', path.read_text(encoding="utf-8"))
     return {name: unescape(value) for name, value in found}
 

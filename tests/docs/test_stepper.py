@@ -29,7 +29,7 @@ def test_every_setting_of_the_sliders_has_its_trace_and_no_two_share_a_name() ->
 @pytest.mark.parametrize("phase", range(4, 10))
 @pytest.mark.parametrize("story", stepper.STORIES)
 def test_a_story_ends_for_everybody(phase: int, story: str) -> None:
-    """Also where memory is as short as it gets."""
+    """Every request ends, even with the smallest memory of the sliders."""
     setting = stepper.Setting(phase, 2, min(stepper.BLOCKS), min(stepper.CHUNKS), story)
     frames = stepper.trace(setting)["frames"]
     ended = [number for frame in frames for number, reason in frame.get("ended", ())]
@@ -73,7 +73,7 @@ def step_of(tab: Tab, panel: int = 0) -> int:
 
 
 def opened(tab: Tab, url: str, **how: bool | int) -> None:
-    tab.open(url, **how)  # type: ignore[arg-type]  # the words that `open` takes
+    tab.open(url, **how)  # type: ignore[arg-type]  # arguments of `open`
     tab.until("document.querySelectorAll('.sv-time svg').length === 2")
 
 
@@ -287,7 +287,7 @@ def test_an_id_cannot_be_markup(tab: Tab, page: str) -> None:
 
 
 def long_trace(steps: int) -> str:
-    """A busy engine of eight seats and 512 blocks, as JSON."""
+    """Return the JSON trace of a busy engine with eight seats and 512 blocks."""
     engine = simulate_engine(
         8, stepper.COST, max_batch_size=8, max_seq_len=256, num_blocks=512, max_waiting_requests=10_000
     )
@@ -304,7 +304,7 @@ def long_trace(steps: int) -> str:
 
 
 def picture_costs(tab: Tab, steps: int) -> list[dict[str, int]]:
-    """Show a trace of so many steps, play 25 of its moments and jump to 25 others. Returns each picture's cost."""
+    """Show a trace of `steps` steps, play 25 moments and jump to 25 others. Returns the cost of each picture."""
     tab.ask(
         "globalThis.long = new StepViewer(document.querySelector('.steps-viewer')); "
         f"long.show([{long_trace(steps)}]); 0"

@@ -1,4 +1,4 @@
-"""Pages and README agree with the code: names and commands exist, and numbers are right."""
+"""Pages and README agree with the code: the names and commands exist, and the numbers are right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def names_of(text: str) -> set[str]:
-    """Everything in code font, and every target of a reference link, that looks like a module path."""
+    """Return all words in code font and all targets of reference links that look like module paths."""
     quoted = re.findall(r"`([a-z][\w.]+)`", text) + re.findall(r"\]\[([a-z][\w.]+)\]", text)
     quoted += re.findall(r"^::: (\S+)", text, re.MULTILINE)
     quoted += re.findall(r"source\(\"([\w.]+)\"\)", text)
@@ -60,7 +60,7 @@ def test_names_in_code_font_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_tests_that_pages_name_exist(path: Path) -> None:
-    """As `tests/test_file.py::test_one`, or as `tests/test_file.py`: `test_one`, `test_other`."""
+    """Pages write `tests/test_file.py::test_one`, or `tests/test_file.py`: `test_one`, `test_other`."""
     named = r"`(tests/[\w/]+\.py)(?:::(\w+))?`((?:[:,] `test_\w+`)*)"
     for module, name, names in re.findall(named, path.read_text(encoding="utf-8")):
         defined = (ROOT / module).read_text(encoding="utf-8")
@@ -147,7 +147,7 @@ def test_references_leave_no_module_out() -> None:
     packages = [name for call in calls for name in re.findall(r'"([\w.]+)"', call)]
     listed = [name for package in packages for name in code.modules_of(package)]
     assert len(listed) == len(set(listed))
-    # Found, not imported: what runs in a peer's environment cannot be imported here, and the site only reads it.
+    # Modules are found, not imported: those for a peer's environment cannot be imported here.
     assert all(importlib.util.find_spec(name) for name in listed)
     for package in {name.split(".")[0] for name in packages}:
         assert set(code.modules_of(package)) == {name for name in listed if name.split(".")[0] == package}
@@ -156,7 +156,7 @@ def test_references_leave_no_module_out() -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-#: Models of the tables, and their published numbers of parameters. An embedding that is the head, too, counts once.
+#: Models of the tables, and their published numbers of parameters. A tied embedding counts once.
 MODELS = {
     "Llama 3.2 1B": ("dummy:llama-3.2-1b", 1_235_814_400),
     "Llama 3.2 3B": ("dummy:llama-3.2-3b", 3_212_749_824),
@@ -167,7 +167,7 @@ MODELS = {
 
 
 def table(page: str, head: str) -> list[list[str]]:
-    """Return the cells of a page's table whose first column is called so, without its head."""
+    """Return the rows of the page's table whose first heading is `head`."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     lines = text.partition(f"\n| {head} |")[2].partition("\n\n")[0].splitlines()[2:]
     assert lines
@@ -271,10 +271,10 @@ def test_chunks_on_their_page_are_arithmetic() -> None:
     found = re.search(r"constexpr int64_t kRows = (\d+);", source)
     assert found is not None
     config = open_checkpoint("dummy:llama-60m").config
-    tile = int(found[1]) // (config.num_heads // config.num_kv_heads)  # queries that read keys together
+    tile = int(found[1]) // (config.num_heads // config.num_kv_heads)  # queries that share loaded keys
 
     def read(chunk: int) -> int:
-        """Columns that the native kernel's tiles see: a tile takes `tile` queries of a chunk, or all of them."""
+        """Return the columns that all tiles of the native kernel read. A tile has at most `tile` queries."""
         return sum(range(min(tile, chunk), 2048 + 1, min(tile, chunk)))
 
     *chunks, whole = table("phases/chunked.md", "chunk")

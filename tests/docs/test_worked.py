@@ -50,7 +50,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def model() -> CausalLM:
-    """The server's own model with the weights of the page."""
+    """The server's own model, with the weights of the worked example."""
     built = Llama(parse_config(SHAPE), torch.float32, 16)
     for table in built.rotary:
         table.fill()
@@ -62,7 +62,7 @@ def model() -> CausalLM:
 
 
 def logits_of(model: CausalLM, pieces: list[list[int]]) -> torch.Tensor:
-    """Logits of the last token of each pass. A text is computed in pieces, with a cache."""
+    """Compute a text in pieces, with a cache. Returns the logits of each piece's last token."""
     cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, 16)
     cache.reserve(Request("text", [0], SamplingParams()), 16)
     found, start = [], 0

@@ -1,7 +1,7 @@
-"""Attacks: requests that each cost a client little and a server much, from a few connections of each kind.
+"""Attacks: requests that cost a client little and a server much, from a few connections each.
 
-`Attackers` runs them in a process of its own. A flood of requests is not among them: between two attempts each
-connection pauses, and every attack ends by itself after its time.
+`Attackers` runs them in a process of its own. They are no floods: each connection pauses between two attempts, and
+every attack ends by itself after its time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from string import ascii_lowercase
 
 from tests.faults.raw_http import Answer, CutError, Target, connect, connect_with_small_buffer, read_answer
 
-LONGEST_S = 120.0  # that attacks last when nobody ends them
+LONGEST_S = 120.0  # the time after which attacks end by themselves
 PAUSE_S = 0.1
-HOLD_S = 4.0  # for which an attacker reads nothing
+HOLD_S = 4.0  # the time for which an attacker reads nothing
 
 COMPLETIONS = "/v1/completions"
 
 
 def outcome(answer: Answer) -> str:
-    """The status of an answer. A 503 that does not say when to come back is told apart."""
+    """Return the status of an answer. A 503 without Retry-After is an outcome of its own."""
     if answer.status == 503 and "retry-after" not in answer.headers:
         return "503 without Retry-After"
     return str(answer.status)
@@ -50,7 +50,7 @@ def in_one_byte_chunks(body: bytes) -> bytes:
 
 
 async def one_byte_chunks(target: Target, draw: random.Random) -> str:
-    """A body of 256 KiB in chunks of a byte, every other time without a key."""
+    """Send a body of 256 KiB in chunks of one byte, half of the time without a key."""
     body = in_one_byte_chunks(json.dumps({"model": target.model, "prompt": "word " * 52_000}).encode())
     head = target.head(COMPLETIONS, "Transfer-Encoding: chunked", key=draw.random() < 0.5)
     async with connect(target) as (reader, writer):
@@ -59,14 +59,14 @@ async def one_byte_chunks(target: Target, draw: random.Random) -> str:
 
 
 async def slow_grammar(target: Target, draw: random.Random) -> str:
-    """Sixteen choices by a schema of its own that takes a second or more to compile."""
+    """Request sixteen choices with a new schema that takes a second or more to compile."""
     schema = {"type": "integer", "multipleOf": draw.randrange(100_001, 999_999, 2)}
     fields = {"max_tokens": 4, "n": 16, "structured_outputs": {"json": schema}}
     return await ask(target, target.post(COMPLETIONS, prompt="Once", **fields))
 
 
 async def slow_mask(target: Target, draw: random.Random) -> str:
-    """A grammar of 3 kB that compiles quickly and makes every mask slow: 230 rules match whatever has come."""
+    """Send a grammar of 3 kB that compiles quickly, but makes every mask slow: 230 rules match any text."""
     names = ["".join(pair) for pair in itertools.product(ascii_lowercase, repeat=2)]
     rules = draw.sample(names, 230)
     lines = [f"{rule}:{rule} C|C" for rule in rules]
@@ -81,7 +81,7 @@ def huge_tokenize(target: Target) -> bytes:
 
 
 async def tokenize(target: Target, draw: random.Random) -> str:
-    """Two megabytes to tokenize. Every third client leaves at once."""
+    """Send two megabytes to tokenize. A third of the clients leaves at once."""
     if draw.random() < 1 / 3:
         async with connect(target) as (_, writer):
             writer.write(huge_tokenize(target))
@@ -91,7 +91,7 @@ async def tokenize(target: Target, draw: random.Random) -> str:
 
 
 async def prompt_logprobs(target: Target, draw: random.Random) -> str:
-    """The scores of a longest prompt for each of sixteen choices: 15 kB in, tens of megabytes out."""
+    """Ask for the scores of the longest possible prompt, for sixteen choices: 15 kB in, tens of megabytes out."""
     prompt = [draw.randrange(50, 750) for _ in range(target.max_tokens - 1)]
     scores = draw.choice([{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
     return await ask(
@@ -100,7 +100,7 @@ async def prompt_logprobs(target: Target, draw: random.Random) -> str:
 
 
 async def unread_bytes(target: Target, draw: random.Random) -> str:
-    """A stream of 32 prompts with log-probabilities, none of which is read for a while."""
+    """Ask for a stream of 32 prompts with log-probabilities, and read nothing for a while."""
     prompts = [f"The fox number {draw.randrange(10**6)}" for _ in range(32)]
     fields = {"prompt": prompts, "max_tokens": 1000, "ignore_eos": True, "logprobs": 20, "stream": True}
     with connect_with_small_buffer(target) as connection:
@@ -113,7 +113,7 @@ async def unread_bytes(target: Target, draw: random.Random) -> str:
 
 Attempt = Callable[[Target, random.Random], Awaitable[str]]
 
-#: The attacks by name, and from how many connections each comes.
+#: The attacks by name, each with its number of connections.
 ATTACKS: dict[str, tuple[Attempt, int]] = {
     "one_byte_chunks": (one_byte_chunks, 4),
     "slow_grammar": (slow_grammar, 6),
@@ -135,10 +135,10 @@ async def repeat(attempt: Attempt, target: Target, seed: str, outcomes: Counter[
 
 
 async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[str, dict[str, int]]:
-    """Attack until SIGTERM comes, for so many seconds at most.
+    """Attack until SIGTERM comes, or for `seconds` seconds.
 
     Returns:
-        How often each attack had each outcome: a status, `closed` by the server, or `left` by the client.
+        The counts of each attack's outcomes: a status, `closed` by the server, or `left` by the client.
     """
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in names}
     tasks = [
@@ -153,7 +153,7 @@ async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[s
     for task in (stopped, *tasks):
         task.cancel()
     for task in ended - {stopped}:
-        task.result()  # an attack that fails is a mistake here
+        task.result()  # an attack that raises has a bug
     return {name: dict(sorted(counted.items())) for name, counted in outcomes.items()}
 
 
@@ -161,7 +161,7 @@ async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[s
 
 
 class Attackers:
-    """Attacks in a process of their own, so that they take no turns of the ordinary clients' event loop."""
+    """Runs attacks in a process of their own, so that they do not slow the ordinary clients' event loop."""
 
     def __init__(self, target: Target, names: Sequence[str], seconds: float = LONGEST_S) -> None:
         command = [sys.executable, "-m", "tests.faults.attackers"]
@@ -173,7 +173,7 @@ class Attackers:
         assert self._process.stdout.readline() == "attacking\n"
 
     def stop(self) -> dict[str, dict[str, int]]:
-        """End the attacks: how often each had each outcome."""
+        """End the attacks. Returns the counts of each attack's outcomes."""
         with self._process:
             self._process.terminate()
             assert self._process.stdout is not None
@@ -182,7 +182,7 @@ class Attackers:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the event loop takes it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the event loop handles it
     target, names, seconds = json.load(sys.stdin)
     print("attacking", flush=True)
     print(json.dumps(asyncio.run(attack(Target(**target), names, seconds))))

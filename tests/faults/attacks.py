@@ -1,9 +1,9 @@
-"""Ordinary clients beside attacks: how much of their service is left, and whether the server is well afterwards.
+"""Ordinary clients beside attacks: the share of their service that is left, and the server's state afterwards.
 
 `python -m tests.faults.attacks --phase 9 --seconds 120 [--attacks slow_mask tokenize] [--cluster 2] [-- OPTIONS]`
 
-Three times as many seconds: the ordinary clients alone, beside the attacks, and alone again. `OPTIONS` go to the
-server.
+The program measures three times: the ordinary clients alone, beside the attacks, and alone again. `OPTIONS` go to
+the server.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.server.support import PHASES, ServerProcess, asking_for_health
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
 
-#: Of a request that asks for too much, or for too much at this time.
+#: Statuses with which a server may refuse an attack.
 REFUSALS = {"400", "401", "408", "413", "422", "429", "503"}
 #: Attacks whose connections a server may close: their bytes come too slowly, or are never read.
 MAY_BE_CUT = {"one_byte_chunks", "unread_bytes"}
 ANSWERS_EACH, ATTACKED_S = 2, 5.0
-#: Bytes that a server may hold after a second attack and did not after the first: the allocator keeps what it took.
+#: Bytes by which a server may grow from the first attack to the second: the allocator keeps freed memory.
 SLACK_BYTES = 128 * 2**20
 
 
@@ -48,10 +48,10 @@ def memory_bytes(server: ServerProcess) -> int:
 
 
 def memory_by_role(server: ServerProcess) -> Counter[str]:
-    """Return the resident memory in bytes of the server and of the processes that it has started, by what they do.
+    """Return the resident memory in bytes of the server and of the processes that it has started, by their role.
 
-    Shared memory does not count: each process that maps Ray's object store would count it again, and the store
-    keeps its pages.
+    Shared memory is left out: each process that maps Ray's object store would count it again, and the store keeps
+    its pages.
     """
     process, total = psutil.Process(server.process.pid), Counter[str]()
     for each in (process, *process.children(recursive=True)):
@@ -62,8 +62,8 @@ def memory_by_role(server: ServerProcess) -> Counter[str]:
 
 
 def processor_s() -> dict[str, float]:
-    """Return the processor time in seconds of this process, which has the ordinary clients, and of the processes
-    that it has started, by what they do. The processes that try grammars end often; their parents count them."""
+    """Return the processor time in seconds of this process, which runs the ordinary clients, and of its children,
+    by role. Processes that try grammars end often, so their time is read from their parents."""
     here, spent = psutil.Process(), Counter[str]()
     for each in (here, *here.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,7 +75,7 @@ def processor_s() -> dict[str, float]:
 
 
 def role_of(command: Sequence[str]) -> str:
-    """Return what a process of the server, the cluster or the attacks does."""
+    """Return the role of a process of the server, the cluster or the attacks."""
     line = " ".join(command)
     for name in ("front", "replica"):  # the name of the method that runs follows
         if line.startswith(f"ray::ServeReplica:infer:{name}"):
@@ -87,7 +87,7 @@ def role_of(command: Sequence[str]) -> str:
     return "grammar trials" if "grammar" in line else "server"
 
 
-# ---------------------------------------------------------------------- a test's question
+# ---------------------------------------------------------------------- for tests
 
 
 def assert_ordinary_clients_are_served(
@@ -95,9 +95,9 @@ def assert_ordinary_clients_are_served(
 ) -> None:
     """Attack a server twice, each time until every ordinary client has its right answers.
 
-    All the while `/health` is 200, and the attacks are answered or refused. Afterwards the server is idle, serves
-    the next request, and is no larger than after the first time. It returns freed memory to the system every
-    `pulse_s` seconds.
+    During the attacks `/health` must be 200, and every attack must be answered or refused. Afterwards the server
+    must be idle, serve the next request, and be no larger than after the first time. It returns freed memory to
+    the system every `pulse_s` seconds.
     """
     target = target_of(server)
     clients = OrdinaryClients(target)
@@ -115,7 +115,7 @@ def assert_ordinary_clients_are_served(
         for name, counted in outcomes.items():
             cut = {"closed"} if name in MAY_BE_CUT else set()
             assert set(counted) <= REFUSALS | {"200", "left"} | cut, (name, counted)
-        server.begin_test()  # when all requests have ended
+        server.begin_test()  # waits until all requests have ended
         returned_by = time.monotonic() + pulse_s + 1
         while (held := memory_bytes(server)) > most and time.monotonic() < returned_by:
             time.sleep(0.5)
@@ -125,7 +125,7 @@ def assert_ordinary_clients_are_served(
     assert server.process.poll() is None
 
 
-# ---------------------------------------------------------------------- a program's numbers
+# ---------------------------------------------------------------------- the program
 
 
 def measure(server: ServerProcess, names: Sequence[str], seconds: float) -> None:
@@ -184,7 +184,7 @@ async def watching_memory(
 def print_moment(
     moment: str, rates: list[float], service: Service, health: list[httpx.Response], memory: list[int]
 ) -> None:
-    # A server that is held up may have answered once.
+    # A server that is overloaded may have answered only once.
     waits = sorted(each.elapsed.total_seconds() for each in health)
     failed = {each.status_code for each in health} - {200}
     middle, p99, most = (waits[round(share * (len(waits) - 1))] for share in (0.5, 0.99, 1.0))
@@ -204,7 +204,7 @@ def print_moment(
 def serving(
     phase: str, options: Sequence[str] = (), *, replicas: int = 0, module: str | None = None
 ) -> Iterator[ServerProcess]:
-    """Serve by one server, of a module that takes the phase's name first, or by a cluster of so many replicas."""
+    """Run one server, of a module whose first argument is the phase's name, or a cluster of `replicas` replicas."""
     if replicas:
         with running(phase, "--replicas", str(replicas), *options, **ACCESS) as cluster:
             yield cluster

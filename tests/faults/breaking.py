@@ -1,4 +1,4 @@
-"""Ways to break one request, among others that are well."""
+"""Ways to break one request among healthy ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from common.request import Request
 from tests.server.support import HANG_S, LocalServer
 
 MARK = 777  # a token that no neighbour has
-SALT = "guilty"  # by which the engine's own request is known
+SALT = "guilty"  # marks the request that is broken
 
-#: A request whose every pass has the mark among its tokens: in its prompt, and then as each token it samples.
+#: A request that has the mark in every pass: in its prompt, and as each token that it samples.
 MARKED: dict[str, Any] = {
     "prompt": [MARK] * 4,
     "logit_bias": {str(MARK): 100},
@@ -34,12 +34,12 @@ def passes(
     before: Callable[[int], None] = lambda count: None,
     after: Callable[[Tensor, Tensor], Tensor] = lambda rows, logits: logits,
 ) -> Iterator[None]:
-    """Take part in all passes that have the mark.
+    """Hook into all passes that have the mark.
 
     Args:
-        server: whose.
-        before: called with how many of them there were; may raise or wait.
-        after: makes other logits of those there are [S, vocab], told which of the rows [S] follow a mark.
+        server: the server whose passes are hooked.
+        before: called before each such pass, with their number so far. It may raise or wait.
+        after: gets a mask of the rows that follow a mark, [S], and the logits, [S, vocab]. Returns the new logits.
     """
     count = 0
 
@@ -63,7 +63,7 @@ def passes(
 
 
 class Gate:
-    """Holds the marked passes, from one of them on, until it is opened."""
+    """Holds the marked passes, from number `number` on, until it is opened."""
 
     def __init__(self, number: int = 1) -> None:
         self._number = number
@@ -82,7 +82,7 @@ class Gate:
 
 
 def raising(error: BaseException, number: int = 3) -> Callable[[int], None]:
-    """A pass that fails, from the third on: in the middle of an answer."""
+    """Return a hook that raises in every marked pass from number `number` on, so in the middle of an answer."""
 
     def before(count: int) -> None:
         if count >= number:
@@ -101,7 +101,7 @@ def raises(*_: object, **__: object) -> Any:
 
 @contextmanager
 def requests(server: LocalServer, breaks: Callable[[Request], None]) -> Iterator[None]:
-    """Break those that have the salt, when the engine makes them."""
+    """Call `breaks` with every new request that has the salt."""
     engine = server.engine
     make = engine.create_request
 

@@ -1,4 +1,4 @@
-"""A server of each phase for all faults that it must survive, and neighbours who must not notice."""
+"""A server of each phase for the faults that it must survive, and neighbours that must not be affected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUEUE, BATCH = 6, 4
 MAX_SEQ_LEN = 1024
 
 
-#: With the idea of phase 8 come those of phases 6 and 7: blocks, and prompts in chunks.
+#: Phase 8 has the features of phases 6 and 7, too: blocks, and prompts in chunks.
 SLOW = ("phase4_static", "phase8_prefix", "phase10_speculative")
 
 
@@ -27,7 +27,7 @@ def phase(request: pytest.FixtureRequest) -> str:
 
 
 def options_of(phase: str) -> dict[str, Any]:
-    """Of an engine whose passes a test can break, and whose long prompts take several of them where they can."""
+    """Return options for passes that a test can break, and for long prompts in chunks if the phase has chunks."""
     return {
         "max_batch_size": BATCH,
         "max_waiting_requests": QUEUE,
@@ -58,8 +58,8 @@ def server(shared_server: tuple[LocalServer, Neighbours], caplog: pytest.LogCapt
 
 @pytest.fixture
 def neighbours(shared_server: tuple[LocalServer, Neighbours], server: LocalServer) -> Iterator[Neighbours]:
-    """Streams on their way while a test does its worst. At its end they have what they would have had alone, nobody
-    holds a place or memory any more, and the next request is served."""
+    """Streams that run during the test. At its end they must have the text that they get alone, no request may hold
+    a place or memory, and the next request must be served."""
     _, company = shared_server
     company.begin()
     yield company

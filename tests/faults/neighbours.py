@@ -1,4 +1,4 @@
-"""Those who are served beside a fault, and what must be true of them."""
+"""Neighbours: requests that are served beside a fault, and must not be affected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Neighbours:
     """Two streams of known text.
 
     Args:
-        served: where they are served; nobody else is, by now.
+        served: their server, which must be idle now.
     """
 
     def __init__(self, served: LocalServer) -> None:
@@ -29,7 +29,7 @@ class Neighbours:
         return {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True}
 
     def begin(self) -> None:
-        """Ask, and wait until both have had a token: in phase 4, nobody joins them any more."""
+        """Start both streams, and wait until each has a token. In phase 4 no request joins them after that."""
         begun = threading.Barrier(len(PROMPTS) + 1)
         self._reading = [self._pool.submit(self._read, prompt, begun) for prompt in PROMPTS]
         begun.wait(HANG_S)
@@ -41,13 +41,13 @@ class Neighbours:
             return texts([first, *events])[0]
 
     def end(self) -> None:
-        """They have their texts, everything is given back, and the next request has what it should."""
+        """Check both texts, that no place or memory is held, and that the next request gets the right text."""
         assert [each.result(HANG_S) for each in self._reading] == self._alone
         eventually(lambda: self.served.worker.num_waiting() == 0)
         again = self.served.complete(**self._wanted(PROMPTS[0]))
         assert again["choices"][0]["text"] == self._alone[0]
         eventually(self._all_have_ended)
-        # The last to end gives its memory back in the next step, should there be one.
+        # The request that ended last gives its memory back only in the next step.
         assert len(self.served.engine.scheduler.active) <= 1
         assert self.served.counters()["reclaimed_slots"] == 0, "memory was lost, and found by the audit"
         assert self.served.client.get("/health").status_code == 200

@@ -1,4 +1,4 @@
-"""Ordinary clients, what they are owed, and how it is for them."""
+"""Ordinary clients, the answers that they must get, and a record of their service."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOKENS = 64
 
 @dataclass
 class Service:
-    """What a crowd of clients had.
+    """The service that a group of clients got.
 
     Attributes:
-        tokens: that came, those of unfinished answers too.
-        answers: whole and right ones, by client.
-        refused: 503 answers, after each of which its client came back when it was told to.
-        mistakes: what should never be: another text, another status, a cut stream.
+        tokens: number of tokens received, those of unfinished answers included.
+        answers: number of whole and right answers, by client.
+        refused: number of 503 answers. The client waits as long as Retry-After says, and asks again.
+        mistakes: wrong texts, other statuses, and cut streams. There should be none.
     """
 
     tokens: int = 0
@@ -35,7 +35,7 @@ class Service:
 
 
 class OrdinaryClients:
-    """Twenty clients. Each streams the answer to a short prompt of its own, and asks again when it has ended."""
+    """Twenty clients. Each streams the answer to a short prompt of its own, again and again."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -53,7 +53,7 @@ class OrdinaryClients:
         self._alone: list[bytes] = []
 
     async def learn(self) -> None:
-        """Ask each prompt alone: the answers that must come later, too."""
+        """Get the right answers, by asking each prompt alone."""
         self._alone = []
         for request in self._requests:
             answer = await self._ask(request, Service())
@@ -61,7 +61,7 @@ class OrdinaryClients:
             self._alone.append(text_of(answer))
 
     async def ask_for(self, seconds: float) -> Service:
-        """Ask again and again, for so long."""
+        """Let all clients ask again and again for `seconds` seconds."""
         service = Service()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -69,7 +69,7 @@ class OrdinaryClients:
         return service
 
     async def ask_until_each_has(self, count: int, *, at_least_s: float) -> Service:
-        """Ask until every client has had so many answers, or one a mistake; at least for so many seconds."""
+        """Let clients ask until each has `count` answers and `at_least_s` seconds are over, or one is wrong."""
         service = Service()
         end = time.monotonic() + at_least_s
 
@@ -107,7 +107,7 @@ class OrdinaryClients:
 
 
 def text_of(answer: Answer) -> bytes:
-    """The text of a stream, and the name of the event that ended it."""
+    """Return the text of a stream, and the name of its last event."""
     text, name = b"", b""
     for event in answer.body.split(b"\n\n"):
         if event:

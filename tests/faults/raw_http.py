@@ -1,4 +1,4 @@
-"""HTTP over plain asyncio connections: cheap to read, and free to break the rules."""
+"""HTTP over plain asyncio connections: cheap to read, and able to break the protocol's rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Target:
 
     Attributes:
         key: sent as a bearer token.
-        max_tokens: the longest request that the server takes, prompt and answer together.
+        max_tokens: most tokens of a request, prompt and answer together.
     """
 
     port: int
@@ -30,7 +30,7 @@ class Target:
     max_tokens: int
 
     def head(self, path: str, framing: str, *, key: bool = True) -> bytes:
-        """The head of a POST request with a JSON body, which `framing` delimits."""
+        """Return the head of a POST request with a JSON body. `framing` is the header with the body's length."""
         lines = [
             f"POST {path} HTTP/1.1",
             f"Host: 127.0.0.1:{self.port}",
@@ -42,7 +42,7 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode()
 
     def post(self, path: str, **fields: Any) -> bytes:
-        """A whole POST request."""
+        """Return the bytes of a POST request."""
         body = orjson.dumps({"model": self.model} | fields)
         return self.head(path, f"Content-Length: {len(body)}") + body
 
@@ -62,7 +62,7 @@ class Answer:
 
 @asynccontextmanager
 async def connect(target: Target) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that is gone at the end, whatever is still on its way."""
+    """Open a connection for the block, and abort it at the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
     try:
         yield reader, writer
@@ -71,7 +71,7 @@ async def connect(target: Target) -> AsyncIterator[tuple[asyncio.StreamReader, a
 
 
 def connect_with_small_buffer(target: Target) -> socket.socket:
-    """A socket that takes few bytes for a client that reads nothing."""
+    """Return a connected socket that buffers few bytes if the client reads nothing."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", target.port))
@@ -85,9 +85,9 @@ async def read_answer(
     """Read one answer to its end.
 
     Args:
-        reader: of the connection.
+        reader: the connection's reader.
         on_data: called with each piece of the body as it comes.
-        keep: whether the answer has its body.
+        keep: whether the returned answer has the body.
 
     Raises:
         CutError: the connection ended first.

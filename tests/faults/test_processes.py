@@ -1,4 +1,4 @@
-"""Faults of the whole server, and of what it stands on.
+"""Faults of the whole server, and of the system that it runs on.
 
 | fault | test |
 | --- | --- |
@@ -55,14 +55,14 @@ ON_ONE = on_phases("phase9_pipelined")  # these faults do not reach the engine
 
 @pytest.fixture
 def mortal(phase: str) -> Iterator[LocalServer]:
-    """A server of the test's own, to bring to its end."""
+    """A server for one test only, which may end it."""
     server = LocalServer(phase, **options_of(phase))
     yield server
     server.close()
 
 
 def both_decode(server: LocalServer) -> bool:
-    """Whether two requests were let in, and tokens follow the first ones."""
+    """Return whether two requests were added and decode."""
     counters = server.counters()
     return counters["requests_added"] == 2 and counters["decode_tokens"] > 4
 
@@ -72,7 +72,7 @@ def both_decode(server: LocalServer) -> bool:
 
 @pytest.mark.slow
 def test_the_end_comes_while_answers_are_streamed(mortal: LocalServer) -> None:
-    """Clients that were served before the signal get their whole answers after it, if they read at once or late."""
+    """Clients whose answers began before the signal get them whole, whether they read fast or slowly."""
     running = in_background(2, lambda _: mortal.events(max_tokens=200, ignore_eos=True))
     eventually(lambda: both_decode(mortal))
     with mortal.raw(stream=True, max_tokens=300, ignore_eos=True) as slow, slow.makefile("rb") as answer:
@@ -88,7 +88,7 @@ def test_the_end_comes_while_answers_are_streamed(mortal: LocalServer) -> None:
 @pytest.mark.slow
 @ON_ONE
 def test_killed_and_started_again(phase: str) -> None:
-    """Its port is free at once, although connections of the one that was killed are not over yet."""
+    """The port is free at once, although connections of the killed server are not closed yet."""
     first = ServerProcess(phase)
     with contextlib.ExitStack() as stack:
         stack.callback(first.close)
@@ -104,14 +104,14 @@ def test_killed_and_started_again(phase: str) -> None:
         assert second.complete(prompt=PROMPTS[0])["choices"][0]["text"] == text
 
 
-# ---------------------------------------------------------------------- what it stands on
+# ---------------------------------------------------------------------- the system
 
 
 @pytest.mark.slow
 @ON_ONE
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="there is no /dev/full")
 def test_a_full_disk_for_the_log(phase: str) -> None:
-    """Requests are served without a log, and the end is an ordinary one."""
+    """Requests are served without a log, and the server ends normally."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", phase, "--port", str(port), "--device", "cpu", "--dtype", "float32"]
@@ -140,7 +140,7 @@ def answers(client: httpx.Client) -> bool:
 def test_a_clock_that_jumps(
     server: LocalServer, neighbours: Neighbours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of day goes backwards and forwards; whatever waits goes by another clock."""
+    """The time of day jumps backwards and forwards. Waiting uses the monotonic clock."""
     days, real = itertools.cycle([-1000, 1000, -1, 0]), time.time
     monkeypatch.setattr(time, "time", lambda: real() + 86400 * next(days))
     for _ in range(4):
@@ -162,7 +162,7 @@ def test_an_event_loop_that_is_blocked(server: LocalServer, neighbours: Neighbou
 @ON_ONE
 def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours) -> None:
     count = 1000
-    if allow_open_files(2 * count) < 2 * count:  # both ends are here
+    if allow_open_files(2 * count) < 2 * count:  # this process has both ends
         pytest.skip("this process may not have as many open files")
     assert ConnectionLimits().connections > count
     with contextlib.ExitStack() as idle:
@@ -179,7 +179,7 @@ def test_a_thousand_idle_connections(server: LocalServer, neighbours: Neighbours
 
 @pytest.mark.parametrize("error", [SystemExit("out of here"), torch.AcceleratorError("gone")], ids=repr)
 def test_an_engine_that_dies(mortal: LocalServer, error: BaseException) -> None:
-    """Its thread or its device ends. All clients get an error, at once and later, and the server can be stopped."""
+    """The engine or the device fails. All clients, also later ones, get an error. The server can be stopped."""
     gate, die = breaking.Gate(20), breaking.raising(error, 20)
 
     def before(count: int) -> None:
@@ -195,7 +195,7 @@ def test_an_engine_that_dies(mortal: LocalServer, error: BaseException) -> None:
         for each in waiting:
             assert_error(each.result(HANG_S), 503, None, "engine_dead")
     ends = [each.result(HANG_S) for each in streams]
-    assert 200 in {end.status_code for end in ends}  # the other may have come too late for a first token
+    assert 200 in {end.status_code for end in ends}  # the other may have had no token before the end
     for end in ends:
         assert json.loads(end.text.rpartition("data: ")[2])["error"]["code"] == "engine_dead"
     assert_error(mortal.client.get("/health"), 503, None, "engine_dead")

@@ -1,4 +1,4 @@
-"""Faults of one request, and of its client: its neighbours do not notice, and the next one is served.
+"""Faults of one request and of its client: neighbours are not affected, and the next request is served.
 
 | fault | test |
 | --- | --- |
@@ -14,7 +14,7 @@
 | slow reader | `test_a_slow_reader` |
 | cancel storm | `test_a_storm_of_cancellations` |
 
-Tests of `tests/server` hold the others, and ask for the next request, too:
+The other faults are tested in `tests/server`, whose tests check the next request, too:
 
 | fault | test |
 | --- | --- |
@@ -60,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("neighbours")
 
 
 def ending(server: LocalServer, **fields: Any) -> tuple[int, str]:
-    """How many tokens a stream had, and the code of the error that was its last event."""
+    """Return the number of tokens of a stream, and the code of its last event, which must be an error."""
     *tokens, (name, data) = server.events(**fields)
     assert {each for each, _ in tokens} <= {"token"}
     assert name == "error"
@@ -89,7 +89,7 @@ def test_a_row_without_numbers(server: LocalServer) -> None:
 
 
 def break_sampler(request: Request) -> None:
-    request._generator = "none"  # type: ignore[assignment]  # which torch does not take for one
+    request._generator = "none"  # type: ignore[assignment]  # torch does not accept a string
 
 
 def break_detokenizer(request: Request) -> None:
@@ -150,7 +150,7 @@ def test_a_client_leaves_while_it_waits(
         time.sleep(0.1)  # for the event loop to hear of it, which is not held
         gate.open()
         assert batch.result(HANG_S).status_code == 200
-        # A place is held before its request is tokenized: one that was left in between never came to the engine.
+        # A client that left while its request was tokenized is logged. Its request never reached the engine.
         left = before["requests_cancelled"] + len(waiting)
         dropped = "dropped: the client left"
         eventually(lambda: server.counters()["requests_cancelled"] + caplog.text.count(dropped) == left)
@@ -168,9 +168,7 @@ def test_a_client_leaves_while_it_is_served(
 ) -> None:
     if moment == "between chunks" and phase not in with_option("prefill_chunk_size"):
         pytest.skip("prompts have no chunks yet")
-    own = {
-        "cache_salt": f"{moment} {stream}"
-    }  # a prompt that was found in the cache would have no chunks, either
+    own = {"cache_salt": f"{moment} {stream}"}  # a prompt that hits the cache would have no chunks
     long_prompt = {"prompt": [breaking.MARK] * 200} | own if moment != "decoding" else {}
     gate = breaking.Gate({"prefilling": 1, "between chunks": 2, "decoding": 5}[moment])
     before = server.counters()
@@ -186,7 +184,7 @@ def test_a_client_leaves_while_it_is_served(
 
 @pytest.mark.slow
 def test_a_slow_reader(server: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    """One who takes nothing is given up for its bytes; one who takes its time gets all of it."""
+    """A client that reads nothing is cancelled because of its unread bytes. A slow one gets its whole answer."""
     (patient,) = in_background(1, lambda _: read_slowly(server))
     with server.raw(stream=True, max_tokens=900, ignore_eos=True, logprobs=5):
         eventually(lambda: "bytes unread" in caplog.text)

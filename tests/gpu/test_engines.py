@@ -26,7 +26,7 @@ PLACES = [
     *(pytest.param(("cuda", name), marks=pytest.mark.gpu, id=f"cuda-{name}") for name in MODELS),
 ]
 LENGTHS = (3, 18, 1, 9)
-#: `num_blocks`: by itself a pool takes most of a GPU's memory, also of other tests.
+#: `num_blocks` is given because a pool takes most of a GPU's memory by default, which other tests need.
 OPTIONS = {
     "max_batch_size": 3,
     "max_seq_len": 64,
@@ -61,7 +61,7 @@ def greedy(exact: Loaded) -> Orders:
 
 @pytest.fixture(scope="module")
 def alone(exact: Loaded, greedy: Orders) -> list[list[int | None]]:
-    """The tokens of each request when it runs alone."""
+    """The tokens that each request gets alone."""
     return tokens([list(generate(exact[0], Request("alone", prompt, params))) for prompt, params in greedy])
 
 
@@ -111,7 +111,7 @@ def test_every_phase_gives_the_tokens_of_one_request_alone(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("phase", phase_names()[1:])
 def test_bits_in_bfloat16_are_the_same_alone_and_beside_others(phase: str, name: str) -> None:
-    """Log-probabilities are equal only if every logit of the row is."""
+    """Log-probabilities are equal only if all logits of the row are equal."""
     loaded = load(name, "cuda", "bfloat16")
     given = orders(loaded[0].config.vocab_size, temperature=1.0, logprobs=5)
     crowd = serve(build(phase, loaded), given)

@@ -1,4 +1,4 @@
-"""What the token identity suite compares, and with what: models, variants of phases, and `generate` alone."""
+"""The token identity suite's parts: models, variants of phases, and the answers that `generate` gives alone."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ MODELS = (
     "random:gemma3",
     "int8:gemma3-tiny",
 )
-#: Models that run in every variant. Gemma has most of what can go wrong (windows, two thetas), and random weights
-#: hide nothing.
+#: Models that run in every variant. Gemma has the most features that can go wrong (windows, two thetas), and with
+#: random weights small errors show.
 IN_EVERY_VARIANT = ("zoo:gemma3-tiny", "random:gemma3")
 RARE = ("random:qwen3", "random:gemma3")  # slow in every variant
 
-#: The first of each phase.
+#: The first variant of each phase.
 PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
 
 
@@ -113,8 +113,8 @@ def pairs(
 ) -> pytest.MarkDecorator:
     """Run a test on Gemma in every variant, and on the other models in the first variant of each phase.
 
-    A variant decides which rows are computed together and where their keys lie. The other models add norms and
-    weights, which know nothing of that.
+    A variant decides which rows are computed together and where their keys lie. The other models differ in norms
+    and weights, which do not depend on that.
     """
 
     def marks(model: str, variant: Variant) -> list[pytest.MarkDecorator]:
@@ -130,7 +130,7 @@ def pairs(
 
 @dataclass
 class Subject:
-    """A model, its tokenizer, and what each prompt gives when it runs alone."""
+    """A model, its tokenizer, and the tokens and logits that each request gets alone."""
 
     model: CausalLM
     tokenizer: Tokenizer
@@ -148,7 +148,7 @@ class Subject:
         return engine
 
     def alone(self, prompt: Sequence[int], params: SamplingParams) -> Solo:
-        """Tokens and logits of the request run by `generate()`."""
+        """Return the tokens and logits that `generate()` gives for a request."""
         key = (tuple(prompt), params)
         if key not in self._alone:
             self._alone[key] = self._generate(prompt, params, sampled_from=())
@@ -181,7 +181,7 @@ class Solo:
 
 
 def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
-    """A subject that computes what a server computes; a warning where only bounds can be held."""
+    """Return a subject whose model is packed as in a server. Warns if only bounds can be checked."""
     model.pack()
     model.measure_batch_invariance()
     if not model.batch_invariant:
@@ -192,10 +192,10 @@ def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
 
 
 class recorded_logits:
-    """While entered, records the logits computed for every request's tokens, by request id.
+    """Context manager: record the logits computed for every request's tokens, by request id.
 
     Args:
-        replaced: logits that tokens are sampled from instead, by request id, for the first tokens of each.
+        replaced: by request id, logits from which its first tokens are sampled instead.
     """
 
     def __init__(self, replaced: Mapping[str, Sequence[Tensor]] | None = None) -> None:
@@ -207,7 +207,7 @@ class recorded_logits:
         original = common.runner.sample
 
         def see(row: int, requests: Sequence[Request], logits: Tensor) -> int:
-            """Record a row at the index of its token, in the place of what followed wrong guesses there."""
+            """Record a row at the index of its token. It replaces rows that followed wrong guesses."""
             request = requests[row]
             index = request.num_generated_tokens + request.pending_tokens + requests[:row].count(request)
             seen[request.request_id][index:] = [logits[row].clone()]
@@ -241,7 +241,7 @@ class recorded_logits:
 
 
 def random_model(architecture: str) -> CausalLM:
-    """Random weights, large enough that logits are not flat: confident predictions hide mask errors."""
+    """Return a model with random weights, large enough that the logits are not flat."""
     trained = open_checkpoint(f"zoo:{architecture}-tiny").config
     layers = trained.layers
     if architecture == "llama":
@@ -259,8 +259,8 @@ def random_model(architecture: str) -> CausalLM:
 
 @functools.cache
 def subject_of(name: str) -> Subject:
-    """Return the model `zoo:…` with its trained weights, `int8:…` with these quantized, or `random:…` with weights
-    that hide nothing."""
+    """Return the model `zoo:…` with its trained weights, `int8:…` with these weights quantized, or `random:…` with
+    random weights."""
     kind, _, architecture = name.removesuffix("-tiny").partition(":")
     checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
     if kind == "random":
@@ -283,7 +283,7 @@ flips: set[tuple[tuple[int, ...], int]] = set()  # prompt and index of the token
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and the step it comes before."""
+    """A request, and the step before which it arrives."""
 
     step: int
     prompt: tuple[int, ...]
@@ -291,7 +291,7 @@ class Arrival:
 
 
 def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
-    """Run all arrivals to their ends: generated tokens by request id (its index)."""
+    """Run all arrivals to their ends. Returns the generated tokens by request id, which is the index."""
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(arrivals))}
     ends: list[str] = []
     todo = sorted(enumerate(arrivals), key=lambda item: item[1].step)
@@ -323,7 +323,7 @@ def assert_same(
     from the logits alone. All later logits must be the ones that these tokens give.
     """
     alone = subject.alone(arrival.prompt, arrival.params)
-    logits = logits[: len(tokens)]  # one more may have been computed before anybody knew the end
+    logits = logits[: len(tokens)]  # one more may have been computed before the end was known
     if subject.model.batch_invariant:
         assert tokens == alone.tokens, name
         assert torch.equal(torch.stack(logits), torch.stack(alone.logits)), name
@@ -352,7 +352,7 @@ def check(subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **opt
     with recorded_logits() as logits:
         tokens = serve(engine, arrivals)
     if isinstance(engine.runner, PipelinedRunner):
-        # To record logits is to wait for each forward pass before its tokens are sampled. Nobody else waits.
+        # Recording waits for each forward pass, so the requests run a second time without it.
         assert serve(subject.engine(variant, **options), arrivals) == tokens
     for name, got in tokens.items():
         assert_same(name, subject, arrivals[int(name)], got, logits[name])

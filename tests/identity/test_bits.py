@@ -39,11 +39,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def bits(outputs: list[StepOutput]) -> list[tuple[int | None, Any]]:
-    """Tokens, and the log-probabilities they had: equal only if every logit of the row is."""
+    """Return tokens with their log-probabilities, which are equal only if all logits of the row are equal."""
     return [(output.token_id, output.logprobs) for output in outputs]
 
 
-#: A few of them, whose batches have little in common.
+#: A few variants with very different batches.
 FEW_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phase4_static", {}),
     ("phase7_chunked", {"prefill_chunk_size": 7}),
@@ -51,19 +51,19 @@ FEW_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phase10_speculative", {"draft_rows": 64, "draft_length": 7}),
 ]
 
-#: Llama in both types and with int8 weights, and Gemma where more is rounded; the others find what these find.
+#: Llama in both types and with int8 weights, and Gemma in bfloat16. The others find the same errors.
 QUICK = {
     ("zoo:llama-tiny", "float32", "none"),
     ("zoo:llama-tiny", "bfloat16", "none"),
     ("zoo:llama-tiny", "bfloat16", "int8"),
     ("zoo:gemma3-tiny", "bfloat16", "none"),
 }
-#: With windows and without.
+#: A model with windows, and one without.
 IN_EVERY_VARIANT = {("zoo:llama-tiny", "bfloat16", "none"), ("zoo:gemma3-tiny", "bfloat16", "none")}
 
 
 def case(kind: tuple[str, str, str], *more: Any) -> ParameterSet:
-    """A model in a type, with weights, as a parameter; and others beside it."""
+    """Return a test parameter: a model with its type and kind of weights, and the values in `more`."""
     named = [*(word for word in kind if word != "none"), *map(str, more)]
     return pytest.param(kind, *more, id="-".join(named), marks=[pytest.mark.slow] * (kind not in QUICK))
 
@@ -135,7 +135,7 @@ def engine_of(model: CausalLM, phase: str, options: dict[str, Any]) -> Engine:
 
 
 def serve(engine: Engine, requests: Any, shuffle: str = "") -> list[Any]:
-    """Each request's bits: two arrive a step, in an order that `shuffle` decides."""
+    """Serve requests that arrive two a step, in an order drawn by `shuffle`. Returns the bits of each."""
     order = list(range(len(requests)))
     random.Random(shuffle).shuffle(order)
     found: dict[str, list[StepOutput]] = {}
@@ -185,14 +185,14 @@ def test_and_with_another_number_of_threads(model: CausalLM, requests: Any, alon
     [
         {},
         {"block_size": 1, "prefill_chunk_size": 512, "prefill_token_budget": None},
-        {"block_size": 4, "num_blocks": 300, "prefill_chunk_size": 7},  # too few to keep everything
+        {"block_size": 4, "num_blocks": 300, "prefill_chunk_size": 7},  # too few blocks to cache everything
     ],
     ids=str,
 )
 def test_what_is_found_has_the_bits_of_what_is_computed(
     options: dict[str, Any], model: CausalLM, requests: Any, alone: list[Any]
 ) -> None:
-    """The same requests again, and their second turns, which begin with the first ones' prompts and answers."""
+    """The same requests come again, and then second turns that begin with the first prompts and answers."""
     engine = engine_of(model, "phase8_prefix", options)
     assert serve(engine, requests) == alone
     turns = [

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: they do, and they are the same on every phase, alone and beside others."""
+"""Constrained answers match their grammar, and are the same on every phase, alone and beside others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_NEW_TOKENS = 96
 
 
 def arrivals_of(subject: Subject, *, most: int, seed: int) -> list[Arrival]:
-    """Every form, greedy and sampled, beside requests without one: `most` tokens at most, a few requests a step."""
+    """Return requests of every form, greedy and sampled, and some without a form, of up to `most` tokens."""
     params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=24) for i in range(6)]
     for i, form in enumerate(FORMS):
         params.append(SamplingParams(temperature=0.0, max_new_tokens=most, grammar=form.grammar))

@@ -30,7 +30,7 @@ from tests.identity.support import (
 
 
 def test_an_early_token_changes_the_logits(subject: Subject) -> None:
-    """Without this the whole suite could pass on a model that looks at nothing."""
+    """Otherwise the whole suite could pass with a model that ignores its context."""
     prompt = prompt_of(subject, 40, seed=3)
     other = (prompt[0], (prompt[1] + 7) % subject.model.config.vocab_size, *prompt[2:])
     first, second = (subject.alone(p, greedy(1)).logits[0] for p in (prompt, other))
@@ -39,7 +39,7 @@ def test_an_early_token_changes_the_logits(subject: Subject) -> None:
 
 @pairs()
 def test_mixed_lengths_in_one_batch(subject: Subject, variant: Variant) -> None:
-    """Padding that shifts positions is the classic mistake; Gemma's windows (16) are passed by 200, not by 3."""
+    """Padding must not shift positions. The prompt of 200 is longer than Gemma's windows (16), that of 3 is not."""
     arrivals = [Arrival(0, prompt_of(subject, n, seed=n), greedy(24)) for n in (3, 7, 200, 1, 16, 17, 64)]
     check(subject, variant, arrivals, max_batch_size=8)
 
@@ -58,7 +58,7 @@ def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_random_traffic(subject: Subject, variant: Variant, data: st.DataObject) -> None:
-    """Arrivals at random steps, lengths 1 to 300, more requests than seats."""
+    """Requests of 1 to 300 tokens arrive at random steps. There are more requests than seats."""
     arrivals = data.draw(
         st.lists(
             st.builds(
@@ -95,7 +95,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(subject: Subject
 
 @pairs(["random:llama"], PLAIN)
 def test_the_bound_is_not_generous(subject: Subject, variant: Variant) -> None:
-    """How far batching really moves the logits, where it does: printed with -s, and far inside the bound."""
+    """Where batching changes the logits, the change (printed with -s) is far inside the bound."""
     if subject.model.batch_invariant:
         pytest.skip("the same bits: every other test here compares them")
     arrivals = [Arrival(0, prompt_of(subject, 5 + 23 * i, seed=i), greedy(8)) for i in range(6)]

@@ -1,8 +1,8 @@
-"""Nobody reads a column that holds none of its sequence's tokens.
+"""No pass reads a column that holds no token of its sequence.
 
-Hiding one would not do: 0 × NaN is NaN. So pools hand memory on as it is, stale numbers and all, and what may be
-computed from it is tested here: before every pass, each column of the store that holds no token of a sequence is
-NaN, those past a sequence's end in its own blocks among them. Nothing changes.
+Pools do not clear memory, so these columns hold old numbers. Masking them would not be enough: 0 × NaN is NaN.
+Here every column without a token is set to NaN before each pass, even past a sequence's end in its own blocks.
+Tokens and logits must stay the same.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from phase8_prefix.cache import PrefixCachingPool
 from tests.engine_helpers import Variant
 from tests.identity.support import Arrival, Subject, greedy, pairs, prompt_of, recorded_logits, serve
 
-MODELS = ("random:llama", "random:gemma3")  # random weights hide nothing, and Gemma's windows (16) are passed
+MODELS = ("random:llama", "random:gemma3")  # with random weights, errors show
 
 
 class Poison:
-    """Makes every column that holds no token NaN, before each pass of an engine."""
+    """Sets every column that holds no token to NaN, before each pass of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.pool = engine, engine.runner.pool
-        self.stream = getattr(engine.runner, "stream", None)  # phase 9 computes apart from its host
+        self.stream = getattr(engine.runner, "stream", None)  # phase 9 computes on a stream
         self.past_an_end = 0  # columns of a sequence's own blocks that were poisoned
         self._view = self.pool.view
         self.pool.view = self.view  # type: ignore[method-assign]
@@ -40,7 +40,7 @@ class Poison:
         if self.stream is None:
             self.poison()
         else:
-            self.stream.call(self.poison)  # when what was handed in is computed
+            self.stream.call(self.poison)  # after the submitted work
         return view
 
     def poison(self) -> None:
@@ -56,7 +56,7 @@ class Poison:
 
 
 def held_rows(pool: KVPool) -> torch.Tensor:
-    """Rows of the flat store that hold a token: of a sequence, or kept for one to come."""
+    """Return the rows of the flat store that hold a token, of a sequence or in the prefix cache."""
     size = pool.block_size
     held = {row for slot, length in pool._lengths.items() for row in rows_of(pool, slot, range(length))}
     if isinstance(pool, PrefixCachingPool):
@@ -65,7 +65,7 @@ def held_rows(pool: KVPool) -> torch.Tensor:
 
 
 def guessed_rows(engine: Engine) -> torch.Tensor:
-    """Rows behind the sequences' ends where guesses are computed (phase 10): one that comes true is a token."""
+    """Return the rows past sequences' ends with computed guesses (phase 10). An accepted guess becomes a token."""
     pool = engine.runner.pool
     rows: list[int] = []
     for request in engine.live_requests:
@@ -83,7 +83,7 @@ def rows_of(pool: KVPool, slot: int, columns: range) -> list[int]:
 def assert_unchanged(
     subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **options: int
 ) -> Engine:
-    """Tokens and logits are the same to the last bit, poisoned or not."""
+    """Assert that tokens and logits have the same bits with NaN and without. Returns the engine with NaN."""
     told = []
     for poisoned in (False, True):
         engine = subject.engine(variant, **options)
@@ -101,7 +101,7 @@ def assert_unchanged(
 
 
 def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Arrival]:
-    """Two a step, more than there are seats, short ones beside long ones."""
+    """Return requests of different lengths, of which two arrive in each step."""
     return [
         Arrival(i // 2, prompt_of(subject, n, seed=n), greedy(new))
         for i, (n, new) in enumerate(zip(lengths, new_tokens, strict=True))
@@ -110,7 +110,7 @@ def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[i
 
 @pairs(MODELS, rare=())
 def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> None:
-    """Prompts, chunks and decode, alone and in one pass; memory changes hands all the time."""
+    """Passes have prompts, chunks and decode, separately and together, and memory is reused all the time."""
     arrivals = arrivals_of(subject, (3, 140, 1, 17, 64, 65, 9, 30), (30, 6, 24, 3, 9, 20, 1, 12))
     engine = assert_unchanged(subject, variant, arrivals, max_batch_size=3, max_seq_len=160)
     assert engine.telemetry.counters.requests_finished == len(arrivals)
@@ -143,7 +143,7 @@ def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) 
 def test_nor_does_the_paged_kernel_read_them(
     subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Triton kernel, interpreted."""
+    """The Triton kernel runs in its interpreter."""
     launch, launched = kernels.attention.paged_attention_triton, []
 
     def counted(*arguments: Any, **options: Any) -> torch.Tensor:

@@ -38,13 +38,13 @@ def native_kernels() -> None:
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where torch code runs."""
+    """The device on which torch code runs."""
     return request.param
 
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def triton_device(request: pytest.FixtureRequest) -> str:
-    """Where Triton kernels run: interpreted on the CPU, compiled on a GPU."""
+    """The device on which Triton kernels run: interpreted on the CPU, compiled on a GPU."""
     require_triton(request.param)
     return request.param
 
@@ -69,7 +69,7 @@ def dtype(request: pytest.FixtureRequest, native_kernels: None) -> torch.dtype:
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A library may share out a sum among threads, if there are fewer rows than those."""
+    """The number of threads. With fewer rows than threads, a library may split a sum among them."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

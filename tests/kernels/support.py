@@ -1,4 +1,4 @@
-"""The ways in which a kernel is computed, what rounding may cost, and stores of keys and values to attend to."""
+"""Implementations of kernels, bounds on rounding, and stores of keys and values for attention."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DTYPES = [FP32, BF16, FP16]
 SIZES = [1, 2, 7, 15, 16, 17, 42, 96, 576, 1152, 2048]
 ROWS = [0, 1, 3, 17]
 HEAD_SIZES = [2, 16, 64, 80, 96, 128, 256]
-SCALE = 0.3  # of scores
+SCALE = 0.3  # of attention scores
 
-# Half a unit in the last place, relative to the value: the cost of one rounding to nearest. In float32 the
-# bound is on the arithmetic instead: sums of a few thousand squares.
+# The relative error of one rounding to nearest: half a unit in the last place. In float32 the value bounds the
+# error of the arithmetic instead, of sums of a few thousand squares.
 HALF_ULP = {FP32: 2e-6, BF16: 2**-8, FP16: 2**-11}
 
 
@@ -38,7 +38,7 @@ class Way:
 
     @property
     def interpreted(self) -> bool:
-        """True for Triton's interpreter, which makes bfloat16 of float32 by cutting it off."""
+        """True for Triton's interpreter, which converts float32 to bfloat16 by cutting bits off."""
         return self.name == "triton" and self.device == "cpu"
 
     def of(self, module: ModuleType, kernel: str) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ class Way:
         return function
 
     def assert_rounded(self, actual: Tensor, exact: Tensor, *, roundings: int = 1) -> None:
-        """Assert that `actual` is `exact` (in float32 or more) after so many roundings to nearest."""
+        """Assert that `actual` is `exact` (in float32 or more) after `roundings` roundings to nearest."""
         assert actual.shape == exact.shape
         assert exact.dtype in (torch.float32, torch.float64)
         tolerance = (roundings + self.interpreted) * HALF_ULP[actual.dtype] * 1.01
@@ -77,9 +77,9 @@ FAR = 2**30 + 64
 
 
 def far_apart(count: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Memory for three times `count` elements at strides of FAR: the third begins past element 2^31.
+    """Return memory for three pieces of `count` elements at a stride of FAR. The third begins past element 2^31.
 
-    On a CPU only the pages that are touched take memory.
+    On a CPU only the pages that are used take memory.
     """
     try:
         return torch.empty(2 * FAR + count, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ class Store:
     k: Tensor  # [blocks, block_size, Hkv, D]
     v: Tensor
     table: Tensor  # [S, N]
-    queries: tuple[int, ...]  # of each sequence; they are the last of its columns
+    queries: tuple[int, ...]  # numbers of queries; a sequence's queries are at its last columns
     lengths: tuple[int, ...]
     columns: list[tuple[np.ndarray, np.ndarray]]  # each sequence's own keys and values, [columns, Hkv, D]
 
@@ -160,7 +160,7 @@ class Store:
         )
 
     def oracle(self, window: int | None) -> Tensor:
-        """[T, Hq, D] float64: for every query the columns that the rule shows it, one head at a time."""
+        """Return attention in float64, [T, Hq, D], computed for each query and head over its visible columns."""
         q = self.q.double().cpu().numpy()
         out = np.zeros(q.shape)
         group = q.shape[1] // self.k.shape[2]

@@ -1,4 +1,4 @@
-"""The position rule, held against an oracle that goes column by column in float64."""
+"""Attention by the position rule, compared with an oracle in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADS = [(3, 3), (6, 2), (4, 1), (1, 1)]
 
 
 def attend(store: Store, window: int | None) -> Tensor:
-    """Whatever is chosen, on a store that holds all but the pass's own keys and values: those are written by it."""
+    """Call `attention` with the implementation that it chooses, on a store without the pass's keys and values."""
     own = store.layout.write_addresses
     new = [each.flatten(0, 1)[own] for each in (store.k, store.v)]
     for each in (store.k, store.v):
@@ -66,7 +66,7 @@ def assert_follows_the_rule(
 MIXED = "decode, then chunks and prompts"
 FORMS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
     *((name, {"block_size": 3}, WINDOWS) for name in PASSES),
-    # From a block per column to one that holds a whole sequence.
+    # Block sizes from one column to a whole sequence.
     *((MIXED, {"block_size": size}, (None, 5)) for size in (1, 16, 33, 64)),
     *((MIXED, {"block_size": 3, "heads": heads}, (None, 4)) for heads in HEADS),
     (MIXED, {"block_size": 3, "dtype": torch.bfloat16}, (None, 5)),
@@ -85,7 +85,7 @@ def test_every_query_sees_what_the_rule_shows_it(
 
 @st.composite
 def passes(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """A few sequences in any order: queries, and columns before them."""
+    """Draw a few sequences: numbers of queries, and of columns in all."""
     lengths = st.tuples(st.integers(1, 6) | st.just(1), st.integers(0, 12))
     return [
         (queries, before + queries) for queries, before in draw(st.lists(lengths, min_size=1, max_size=5))
@@ -107,7 +107,7 @@ def test_any_pass_follows_the_rule(
 
 
 def test_one_layout_serves_layers_of_different_windows() -> None:
-    """Its cached indices belong to a window each; asking in any order and again gives the same."""
+    """A layout caches its indices by window, so the order of windows does not matter."""
     store = Store.of(PASSES[MIXED], block_size=3)
     outs = {window: gathered(store, window) for window in (5, None, 2)}
     for window in (None, 2, 5):
@@ -168,7 +168,7 @@ def test_the_cpu_gathers() -> None:
 
 @pytest.fixture
 def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Let the choice fall on Triton, interpreted where there is no GPU, and note what the paged kernel is given."""
+    """Choose Triton, interpreted if there is no GPU, and record the arguments of the paged kernel."""
     calls: list[tuple[Any, ...]] = []
     launch = kernels.attention.paged_attention_triton
 
@@ -198,7 +198,7 @@ def test_one_launch_reads_all_sequences_in_place(
 def test_one_layout_serves_every_layer_of_the_paged_kernel(
     triton_device: str, paged_calls: list[tuple[Any, ...]]
 ) -> None:
-    """Indices go to the device once a pass, whatever the windows, and none of the gathering path's are built."""
+    """Indices go to the device once a pass for all windows, and no indices for gathering are built."""
     store = Store.of(PASSES[MIXED], block_size=4, device=triton_device)
     for window in (None, 5, None, 5):
         attend(store, window)
@@ -223,7 +223,7 @@ def test_tiles_have_queries_of_one_sequence(
     split_rows: int,
     max_length: int,
 ) -> None:
-    """Leading sequences of one tile may be split among programs, decode and guesses alike."""
+    """Leading sequences of one tile, of decode or guesses, may be split among programs."""
     indices = Store.of(sequences, block_size=4).layout.paged(tile_queries)
     assert indices.tiles.tolist() == tiles
     assert (indices.split_rows, indices.max_length) == (split_rows, max_length)
@@ -234,7 +234,7 @@ def test_tiles_have_queries_of_one_sequence(
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", PASSES)
 def test_cuda_passes_follow_the_rule(name: str, window: int | None, dtype: torch.dtype) -> None:
-    """Nothing is told what to take: the choice is the one that a server on this machine makes."""
+    """The implementation is the one that a server on this machine would choose."""
     store = Store.of(PASSES[name], block_size=4, dtype=dtype, device="cuda")
     out = attend(store, window)
     assert_follows_the_rule(store, window, out, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
@@ -256,7 +256,7 @@ def test_a_workspace_keeps_its_memory_and_grows() -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window: int | None) -> None:
-    """A CPU compiles its bfloat16 products for every size: one size a step would cost more than the step."""
+    """A CPU compiles bfloat16 products for each size. A new size in each step would cost more than the step."""
     decode, prefill = set(), set()
     for grown in range(attention_layout.COLUMN_TILE):
         layout = AttentionLayout(
@@ -264,7 +264,7 @@ def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window:
         )
         (group,) = layout.decode_groups(window)
         decode.add((group.width, len(group.addresses), group.hidden.shape))
-    assert len(decode) <= 2  # a tile's edge is crossed once at most
+    assert len(decode) <= 2  # at most one edge of a tile is crossed
     for grown in range(130):
         layout = AttentionLayout(
             torch.arange(20).view(1, 20), torch.arange(1), 32, (1 + grown,), (1 + grown,), 2
@@ -291,7 +291,7 @@ def test_queries_are_computed_in_tiles(
     assert max(tile.queries.stop - tile.queries.start for tile in tiles) == query_tile
     widths = [tile.columns.stop - tile.columns.start for tile in tiles]
     assert all(width % column_tile == 0 for width in widths)
-    if window is not None:  # no tile reads what none of its queries sees, but for whole tiles' sake
+    if window is not None:  # tiles read only columns that a query sees, rounded up to whole tiles
         assert max(widths) < query_tile + window + 2 * column_tile
 
 

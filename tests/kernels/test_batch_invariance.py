@@ -1,4 +1,4 @@
-"""The measurement at start: that it holds here, and that it sees what breaks the rule."""
+"""The measurement of batch invariance at start: the kernels pass it here, and kernels that break the rule fail."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def product(inputs: int, outputs: int, dtype: torch.dtype) -> Product:
 
 
 def test_native_kernels_are_batch_invariant(dtype: torch.dtype, threads: int) -> None:
-    """So it was on every processor that this was run on. Where it fails, servers say so at /version, and the tests
-    that compare bits are skipped or compare within bounds; this one tells a processor that is different, or a
-    kernel that was broken."""
+    """This test has passed on every processor so far. If it fails, the processor is different or a kernel is
+    broken. Servers then say so at /version, and tests that compare bits are skipped or compare within bounds."""
     sizes = SIZES if threads == 1 else SIZES[1:2]
     assert is_batch_invariant([product(*size, dtype) for size in sizes], HEADS, dtype)
 
@@ -49,7 +48,7 @@ def test_native_kernels_are_batch_invariant(dtype: torch.dtype, threads: int) ->
 
 
 class Flipped:
-    """A product whose outputs have another last bit, one in so many of those that are computed by some calls."""
+    """A product with errors: in calls that `where` chooses, the last bit of one in `one_in` outputs is flipped."""
 
     def __init__(self, product: Product, one_in: int, where: Callable[[int], bool]) -> None:
         self.product, self.one_in, self.where = product, one_in, where
@@ -71,7 +70,7 @@ class Flipped:
     [(10_000, 1), (3000, 2), (3000, 3), (3000, 16), (3000, 17), (3000, 64), (3000, 256)],
 )
 def test_rare_differences_are_seen(dtype: torch.dtype, size: tuple[int, int], one_in: int, rows: int) -> None:
-    """At one row: rarer than in oneDNN's products, where 1 in 8,000 was seen at 1536 inputs."""
+    """For one row, differences are even rarer than in oneDNN's products: 1 in 8,000 outputs at 1536 inputs."""
     sound = product(*size, dtype)
     seen: list[int] = []
 
@@ -89,13 +88,13 @@ def test_enough_outputs_are_compared(dtype: torch.dtype) -> None:
     for size in [(512, 512), (512, 3584), (512, 32_000)]:
         sound = product(*size, dtype)
         flipped = Flipped(sound, 10**9, lambda rows: rows == 1)
-        flipped.computed = 1  # the one that it would flip is a thousand million on
+        flipped.computed = 1  # the next flipped output is a thousand million outputs away
         assert keeps_bits(dataclasses.replace(sound, compute=flipped), dtype)
         assert flipped.computed > OUTPUTS
 
 
 def test_a_sum_in_two_parts_is_seen(dtype: torch.dtype) -> None:
-    """What a library does with a lone row, so that every thread has something to add."""
+    """A library may split the sums of a single row, to give every thread some work."""
     inputs, outputs = 1792, 512
     weight = weights(inputs, outputs, dtype)
     whole = product_of(weight)
@@ -135,7 +134,7 @@ def test_attention_that_depends_on_a_chunk_is_seen(
 )
 @pytest.mark.usefixtures("torch_kernels")
 def test_the_triton_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted: splits that are merged by a second kernel have the bits of splits that are merged at once."""
+    """In the interpreter, splits merged by a second kernel have the same bits as splits merged in one kernel."""
     patch_dot(monkeypatch)
     for module in (kernels.attention, batch_invariance):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
@@ -152,7 +151,7 @@ def test_the_triton_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_batch_invariant([Product(64, 64, never)], heads, torch.float32)
 
 
-# ---------------------------------------------------------------------- where the kernels do not compute
+# ---------------------------------------------------------------------- without the kernels
 
 
 def never(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which path a public function takes; and that torch paths can be compiled, and need no Triton."""
+"""The path that a public function takes. Torch paths can be compiled, and need no Triton."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def on(device: str, arguments: tuple) -> tuple:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[str, tuple]]:
-    """Replace both paths of a function by ones that only note the call."""
+    """Replace both paths of a function by functions that only record the call."""
     trace: list[tuple[str, tuple]] = []
 
     def replacement(path: str) -> Callable[..., str]:
@@ -93,9 +93,9 @@ def test_the_guard_leaves_cpu_launches_alone_and_selects_a_tensors_gpu(device):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_public_functions_trace_into_one_graph(device, name):
-    """`fullgraph` makes any Python that depends on data, or that the tracer cannot follow, an error.
+    """With `fullgraph`, Python code that depends on data or that the tracer cannot follow is an error.
 
-    A launch's number of warps must be a plain number, so on a GPU the sizes are those of the arguments.
+    A launch's number of warps must be a plain number, so on a GPU sizes are not dynamic.
     """
     module, arguments = CALLS[name]
     arguments = on(device, arguments)
@@ -106,7 +106,7 @@ def test_public_functions_trace_into_one_graph(device, name):
 
 
 def test_modules_work_without_triton():
-    """As on a Mac: every module imports and computes, and no choice falls on Triton."""
+    """Without Triton, as on a Mac, every module can be imported and computes with torch."""
     script = """
 import sys
 sys.modules["triton"] = None  # any import of it now fails

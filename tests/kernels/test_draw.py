@@ -22,7 +22,7 @@ from kernels.draw import (
 from tests.kernels.conftest import require_triton
 from tests.kernels.support import BF16, FP16, FP32
 
-LAST = math.nextafter(1.0, 0.0)  # the largest random number: it takes the last token that is kept
+LAST = math.nextafter(1.0, 0.0)  # the largest random number, which draws the last kept token
 ALL = math.inf  # a top-p that filters nothing
 
 #: temperature, top-k, top-p, min-p: unranked rows have top-k 0.
@@ -43,7 +43,7 @@ def rows_of(count: int, vocab: int, *, seed: int = 0, spread: float = 3.0) -> Te
 
 
 def settings_of(rows: list[tuple[tuple[float, float, float, float], float]], vocab: int) -> Tensor:
-    """Each row's filters and random number. A top-k of infinity becomes the vocabulary."""
+    """Return each row's filters and random number as a tensor. An infinite top-k becomes the vocabulary's size."""
     table = [(t, min(k, vocab), p, low, uniform) for (t, k, p, low), uniform in rows]
     return torch.tensor(table, dtype=torch.float64)
 
@@ -71,7 +71,7 @@ def test_a_vocabulary_of_300_000(triton_device: str) -> None:
     assert drawn.tolist() == draw_reference(scores, table).tolist()
 
 
-#: Scores of which many are equal, so that ties lie on every border.
+#: Scores many of which are equal, so that cuts fall between equal scores.
 STEPS = st.lists(
     st.sampled_from([0.0, -0.0, 0.0, 1.0, 1.0, 2.0, 3.5, -4.0, -90.0, 1e30, math.inf, -math.inf, math.nan]),
     min_size=1,
@@ -96,8 +96,8 @@ TABLE = st.tuples(
 def test_the_kept_tokens_are_those_of_a_sort(
     scores: list[float], filters: tuple[float, float, float, float], uniform: float
 ) -> None:
-    """The smallest number takes the first kept token and the largest the last one. Kept tokens are a prefix of the
-    ranks, or, by ids, all above a floor: so these two name the set."""
+    """The smallest number draws the first kept token, the largest the last one. These two tokens identify the kept
+    set: it is a prefix of the ranks, or all tokens above a floor."""
     require_triton("cpu")
     table = settings_of([(filters, each) for each in (0.0, uniform, LAST)], len(scores))
     rows = torch.tensor([scores] * 3)
@@ -105,7 +105,7 @@ def test_the_kept_tokens_are_those_of_a_sort(
 
 
 def test_each_token_has_its_share(triton_device: str) -> None:
-    """A number from the middle of a token's share takes that token: 12 tokens, of which 9 are kept, 4 of them
+    """A number from the middle of a token's share draws that token. 9 of 12 tokens are kept, and 4 of them are
     equally likely."""
     scores = torch.tensor([0.0, 2.0, 1.0, 2.0, -1.0, 2.0, 3.0, 2.0, 0.5, -3.0, 1.5, -2.0])
     ranked = [6, 1, 3, 5, 7, 10, 2, 8, 0]
@@ -120,14 +120,14 @@ def test_each_token_has_its_share(triton_device: str) -> None:
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("vocab", [4, 64, 1000])
 def test_a_cut_among_equals_keeps_the_first(triton_device: str, vocab: int, top_p: float) -> None:
-    """A share of equally likely tokens that ends exactly between two of them."""
+    """The top-p cut falls exactly between two of many equally likely tokens."""
     table = settings_of([((1.0, math.inf, top_p, 0.0), LAST)], vocab)
     drawn = draw_triton(torch.zeros(1, vocab, device=triton_device), table.to(triton_device))
     assert drawn.tolist() == [int(top_p * vocab) - 1]
 
 
 def test_scores_that_differ_only_before_the_best_is_subtracted_are_equal(triton_device: str) -> None:
-    """1e-9 and 2e-9 are both 1,000 below the best: they rank by their ids, as in a sort of the differences."""
+    """1e-9 and 2e-9 are both 1,000 below the best, so they rank by their ids, as in a sort of the differences."""
     scores = torch.tensor([[1e-9, 2e-9, 1000.0]])
     table = settings_of([((torch.finfo(torch.float32).max, 2, ALL, 0.0), LAST)], 3)
     assert draw_triton(scores.to(triton_device), table.to(triton_device)).tolist() == [0]
@@ -136,7 +136,7 @@ def test_scores_that_differ_only_before_the_best_is_subtracted_are_equal(triton_
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_rows_do_not_depend_on_others(triton_device: str, dtype: torch.dtype) -> None:
-    """Rows of a wider matrix, beside rows without a token."""
+    """The rows are part of a wider matrix, beside rows for which no token can be drawn."""
     rows = [(each, 0.6) for each in FILTERS]
     scores = rows_of(len(rows), 200).to(triton_device, dtype)
     table = settings_of(rows, 200).to(triton_device)
@@ -162,8 +162,8 @@ def test_greedy_rows_take_the_first_of_the_best(triton_device: str, given: bool)
 
 
 def test_rows_of_seats_move_their_seats_on(triton_device: str) -> None:
-    """A row takes the parameters of its seat and the random number of its column. A row that fills a graph up, here
-    the last, repeats another. Seats without a row stay as they are."""
+    """A row uses the parameters of its seat and the random number of its column. A padding row of a graph, here the
+    last, repeats another row. Seats without a row do not change."""
     uniforms = torch.rand(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     given = settings_of([(FILTERS[i % len(FILTERS)], 0.0) for i in range(9)], 60)
     first = torch.arange(9.0, dtype=torch.float64).unsqueeze(1)  # the column of each seat's first number

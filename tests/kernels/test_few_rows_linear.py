@@ -1,4 +1,4 @@
-"""Linear layers of few rows on a GPU, against float64, and by the bits of their rows."""
+"""Linear layers of few rows on a GPU: compared with float64, and the bits of a row beside others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels.triton_dot import patch_dot
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
 
-#: Inputs and outputs; the last three are products of Llama 3.2 1B and of Qwen 3 0.6B, for a GPU.
+#: Inputs and outputs. The real ones are products of Llama 3.2 1B and of Qwen 3 0.6B, for a GPU.
 SIZES = [(16, 16), (40, 70), (300, 33)]
 REAL_SIZES = [(8192, 2048), (2048, 3072), (3072, 1024)]
 
@@ -42,7 +42,7 @@ def weight_of(inputs: int, outputs: int, dtype: torch.dtype, device: str) -> Ten
 
 def within_a_rounding(actual: Tensor, exact: Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
     assert actual.dtype == dtype
-    interpreted = actual.device.type == "cpu" and dtype == BF16  # cut off, not rounded
+    interpreted = actual.device.type == "cpu" and dtype == BF16  # it cuts bits off
     torch.testing.assert_close(
         actual.double().cpu(), exact.cpu(), rtol=(roundings + interpreted) * HALF_ULP[dtype] * 1.01, atol=2e-5
     )
@@ -77,7 +77,7 @@ def test_gates_open_for_their_ups(place: str, size: tuple[int, int], biased: boo
         gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
         result = gated_linear(x, weight, activation, bias)
         assert result.shape == (rows, outputs)
-        # The products are rounded, too, and an activation may enlarge what that changes.
+        # The products are rounded, too, and the activation may enlarge their error.
         torch.testing.assert_close(result.double(), gate * up, rtol=4e-3, atol=4e-3)
 
 
@@ -125,7 +125,7 @@ def test_others_go_to_the_library() -> None:
 
 @pytest.mark.gpu
 def test_the_kernel_and_the_library_give_the_same_bits() -> None:
-    """One row, and as many as the library computes."""
+    """One row is computed by the kernel, many rows by the library."""
     whole_sums()
     device = torch.device("cuda")
     assert takes(draw(FEW_ROWS, 8, dtype=BF16, device="cuda"))

@@ -1,8 +1,8 @@
 """The kernels compile to machine code for an NVIDIA GPU, on a machine that has none.
 
-The interpreter runs kernels as Python and forgives what Triton's compiler does not (types that do not unify,
-shapes that are no powers of two). A compiler needs no device, so the check runs everywhere; in a process of
-its own, because this one may have decorated the kernels for the interpreter.
+The interpreter runs kernels as Python, and accepts code that Triton's compiler refuses (types that do not unify,
+shapes that are no powers of two). The compiler needs no device, so the check runs everywhere. It runs in a process
+of its own, because here the kernels may be decorated for the interpreter.
 """
 
 import json
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_here(function: str, cache: Path) -> str:
-    """What a function of this module prints, in a process whose kernels are decorated for the compiler."""
+    """Run a function of this module in a process with kernels decorated for the compiler. Returns its output."""
     pytest.importorskip("triton")
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
@@ -38,7 +38,7 @@ def test_kernels_compile_for_a_gpu(tmp_path):
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
-    """Whatever changes from pass to pass: tokens, sequences, windows, splits, and how long a block is."""
+    """Passes differ in tokens, sequences, windows, splits and block size, but need the same compiled kernels."""
     assert json.loads(run_here("count_compilations", tmp_path)) == {
         "_rms_norm_kernel": 2,  # rows of a matrix; heads of a query
         "_fused_add_rms_norm_kernel": 1,
@@ -53,7 +53,7 @@ def test_one_compilation_serves_all_passes(tmp_path):
 
 
 def compile_all() -> None:
-    """Print "compiled" for every variant; raise at the first that does not compile."""
+    """Print "compiled" for every variant. The first variant that does not compile raises."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
@@ -65,7 +65,7 @@ def compile_all() -> None:
     from kernels.rms_norm import _fused_add_rms_norm_kernel, _rms_norm_kernel
     from kernels.rope import _rope_kernel
 
-    # Types of arguments follow from their names; these are the ones that tell nothing.
+    # Types of arguments follow from their names, except for these.
     types = {"eps": "fp32", "offset": "fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "positions_ptr": "*i64"}
     types |= {"addresses_ptr": "*i64", "settings_ptr": "*fp64", "tables_ptr": "*i32", "tiles_ptr": "*i32"}
     types |= dict.fromkeys(("seats_ptr", "columns_ptr", "latest_ptr", "token_ids_ptr"), "*i64")
@@ -114,12 +114,12 @@ def compile_all() -> None:
 
 ROW_STRIDES = ("q_stride", "q_head_stride", "block_stride", "column_stride", "kv_head_stride")
 
-# What a program may ask for on the GPUs that these targets are: 1 KiB less than a processor has.
+# The most that a program may use on GPUs of these targets: 1 KiB less than a multiprocessor has.
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 
 def compile_paged_attention() -> None:
-    """The tile of a program follows from shapes and dtype, and must fit the shared memory of a processor."""
+    """Compile paged attention. A program's tile depends on shapes and dtype, and must fit the shared memory."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
@@ -128,7 +128,7 @@ def compile_paged_attention() -> None:
 
     whole = {"split_columns": SPLIT_COLUMNS}
 
-    # Partial results are float32 whatever the store is.
+    # Partial results are float32 for any type of the store.
     types = dict.fromkeys(("partial_ptr", "tops_ptr", "totals_ptr"), "*fp32")
     types |= {"table_ptr": "*i32", "tiles_ptr": "*i32", "positions_ptr": "*i64", "scale_log2": "fp32"}
     variants = [
@@ -156,7 +156,7 @@ def compile_paged_attention() -> None:
             else types.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
             for name in kernel.arg_names
         }
-        # As at a launch: torch's memory starts at multiples of 16 bytes, and rows of heads are such multiples long.
+        # As at a launch, memory starts at multiples of 16 bytes, and the strides of rows are such multiples.
         attributes = {
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(kernel.arg_names)
@@ -172,10 +172,10 @@ def compile_paged_attention() -> None:
             assert "cubin" in compiled.asm
             assert compiled.metadata.shared <= shared_bytes
             if kernel is _paged_attention_kernel:
-                # Keys and values are on their way while others are computed with: 16 bytes to a thread.
+                # Keys and values are copied asynchronously, 16 bytes to a thread.
                 assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
                 assert ("mma." in compiled.asm["ptx"]) == (element != "fp32")  # on tensor cores
-            # Nothing is fused by chance, or a merge in one kernel could differ from a merge in the other.
+            # No products and sums are fused, because merges in two kernels must have the same bits.
             assert not re.search(r"fma\.rn\.f32", compiled.asm["ptx"]) or element == "fp32"
             print("compiled", kernel.__name__, element, capability)
 
@@ -185,7 +185,7 @@ BLOCK_SIZES = (1, 4, 16, 64, 100, 4096)
 
 
 def count_compilations() -> None:
-    """Print, as JSON, how often each kernel would be compiled in passes of all sizes through one model."""
+    """Print as JSON the number of compilations of each kernel in passes of all sizes through one model."""
     import torch
 
     from kernels.attention_layout import PagedIndices

@@ -1,4 +1,4 @@
-"""int8 weights: what quantizing costs, products against float64, and bits that depend on no other row."""
+"""int8 weights: the error of quantizing, products compared with float64, and bits that depend on no other row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, 
 from tests.kernels.support import BF16, DTYPES, FP32, draw
 from tests.kernels.test_native import on_threads
 
-#: Outputs and inputs: fewer than a panel, one more, none of either a multiple of a vector, and a real layer.
+#: Outputs and inputs: fewer outputs than a panel, one more, sizes that are no multiples of a vector, a real layer.
 SIZES = [(1, 2), (63, 16), (64, 42), (65, 576), (300, 42), (576, 1536)]
 TOLERANCE = {FP32: 1e-4, BF16: 2**-7}
 
 
 def quantized(outputs: int, inputs: int, dtype: torch.dtype = FP32) -> Quantized:
-    """A random matrix. Its first output has the lowest int8, which our quantizing never makes; others may."""
+    """Return a random matrix with a -128, which our own quantizing never gives but other programs may."""
     found = quantize(draw(outputs, inputs, dtype=dtype) / inputs**0.5)
     found.values[0, 0] = -128
     return found
@@ -77,7 +77,7 @@ def test_rows_are_looked_up() -> None:
 
 
 def layers_of(dtype: torch.dtype, outputs: int, inputs: int) -> list[tuple[Quantized, Callable[..., Tensor]]]:
-    """A plain and a gated layer, as `layer(x, bias)`."""
+    """Return a plain and a gated layer: the weights of each, and a function `layer(x, bias)`."""
     plain, gated = quantized(outputs, inputs), quantized(2 * outputs, inputs)
     panels, gated_panels = pack_linear(plain.values, dtype), pack_gated_linear(gated.values, dtype)
     assert panels is not None
@@ -97,7 +97,7 @@ def test_products_are_those_of_float64(dtype: torch.dtype, outputs: int, inputs:
     (plain, linear), (gated, gated_linear) = layers_of(dtype, outputs, inputs)
     bias = draw(2 * outputs, dtype=dtype, seed=1)
     for rows in (0, 1, 2, 5, 7, 13, 16, 17, 31, 32, 33, 100):
-        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]  # rows that lie apart
+        x = draw(rows, 2 * inputs, dtype=dtype, seed=rows)[:, inputs:]  # rows with gaps between them
         y, activated = exact(x, plain), exact(x, gated)
         for result, expected in (
             (linear(x), y),
@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_beside_others(dtype: torch.dtype, outputs: int,
 def test_few_rows_of_plain_weights_have_the_bits_of_many(
     dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
-    """Up to sixteen rows are multiplied by our own loop, more by the library."""
+    """Our own loop multiplies up to sixteen rows, the library more."""
     panels = pack_linear(draw(outputs, inputs, dtype=dtype))
     assert panels is not None
     x = draw(256, inputs, dtype=dtype, seed=1)
@@ -149,7 +149,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
 
 
 def test_a_panel_that_a_thread_kept_is_no_other_layers(dtype: torch.dtype) -> None:
-    """Widened panels lie in memory that a thread keeps: layers of different sizes take turns."""
+    """A thread keeps memory for widened panels. Layers of different sizes use it in turns."""
     layers = [layers_of(dtype, outputs, inputs)[0] for outputs, inputs in ((64, 576), (64, 42), (130, 576))]
     for _ in range(2):
         for weight, layer in layers:

@@ -1,7 +1,7 @@
 """Kernels that break the rule on purpose: the tests that compare bits must notice each of them.
 
-A mutant is a copy of the C++ sources with a few words replaced, as somebody might who wants to be faster. Its
-library is built and loaded in a process of its own, which runs those tests on it.
+A mutant is a copy of the C++ sources with a few words replaced, as in a wrong optimization. Its library is built
+and loaded in a process of its own, which runs these tests on it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ TESTS = {
     "KEPT": INT8 + "test_a_panel_that_a_thread_kept_is_no_other_layers",
     "THREADS": NATIVE + "test_bits_do_not_depend_on_the_number_of_threads",
     "CHUNKS": NATIVE + "test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk",
-    # By a model with windows, in chunks.
+    # A model with windows, whose prompts are computed in chunks.
     "SERVED": (
         "tests/identity/test_bits.py::test_a_sequence_has_the_same_bits_alone_and_under_load"
         "[zoo:gemma3-tiny-bfloat16-phase7_chunked-{'prefill_chunk_size': 7}]"
     ),
 }
-#: What is replaced in one source, and who must notice, by name.
+#: For each mutant, by name: the words replaced in one source, and the tests that must fail.
 MUTANTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
 
 #: Whether few_rows.h is compiled with its loops for bfloat16.
@@ -63,7 +63,7 @@ arguments = ["-p", "no:cacheprovider", "-n", "0", "-x", "-q", "-rf", "--tb=no"]
 sys.exit(max(pytest.main([*arguments, test]) for test in tests))
 """
 
-# Compiles what it has not compiled before: a mutant differs from the rest in one source or header.
+# A compiler with a cache: a mutant differs from the original in one source or header only.
 COMPILER = """#!{python}
 import hashlib, os, pathlib, shutil, subprocess, sys
 arguments = sys.argv[1:]
@@ -88,7 +88,7 @@ else:
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = tmp_path_factory.mktemp("compiler") / "c++"
     own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled"  # of all test workers
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled"  # for all test workers
     folder.mkdir(exist_ok=True)
     real = os.environ.get("CXX") or shutil.which("c++")
     script.write_text(COMPILER.format(python=sys.executable, kept=str(folder), compiler=real))
@@ -97,7 +97,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def failures(sources: Path, compiler: Path, tests: list[str]) -> set[str]:
-    """Those of the tests that fail with a library of these sources, without their parameters."""
+    """Run tests with a library built from these sources. Returns the names of the tests that fail."""
     process = subprocess.run(
         [sys.executable, "-c", RUN, str(sources), str(sources.parent / "cache"), *tests],
         cwd=ROOT,
@@ -121,7 +121,7 @@ def copy_of_sources(folder: Path) -> Path:
 
 
 def test_without_a_mutation_nothing_fails(tmp_path: Path, compiler: Path) -> None:
-    """Each of the other tests passes on some mutant, which spares it."""
+    """Tests that some mutant spares need no check here: they are known to pass in this setup."""
     spared = {test for mutant in MUTANTS.values() for test in mutant["spared"]}
     others = [TESTS[name] for name in sorted(TESTS.keys() - spared)]
     assert others

@@ -1,4 +1,4 @@
-"""The C++ kernels: products, bits that depend on nothing else, and how they are built, kept and done without."""
+"""The C++ kernels: products, bits that depend on no other row, building, caching, and working without them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 def on_threads(counts: Sequence[int], compute: Callable[[], Any]) -> list[Any]:
-    """What is computed with so many threads, one count after the other."""
+    """Call `compute` with each of these numbers of threads. Returns the results."""
     before = torch.get_num_threads()
     found = []
     try:
@@ -44,7 +44,7 @@ def on_threads(counts: Sequence[int], compute: Callable[[], Any]) -> list[Any]:
 
 
 def assert_is_linear(layer: Callable[..., Tensor], weight: Tensor, after: Callable[[Tensor], Tensor]) -> None:
-    """With and without a bias, on rows that lie apart: `after` of the product in float64."""
+    """Assert that a layer gives `after` of the product in float64, with and without a bias, on rows with gaps."""
     inputs, dtype = weight.shape[1], weight.dtype
     bias = draw(len(weight), dtype=dtype, seed=1)
     tolerance = {FP32: 1e-4, BF16: 2**-7}[dtype]
@@ -67,7 +67,7 @@ def test_linear(dtype, outputs, inputs):
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(65, 42), (960, 576), (576, 1536)])
 def test_bfloat16_weights_in_float32_are_kept_in_half_the_bytes(outputs: int, inputs: int) -> None:
-    """They are the same numbers, so the same bits come out. One other number, and the weights stay float32."""
+    """If all weights are bfloat16 numbers, results have the same bits. If one weight is not, all stay float32."""
     weight = draw(2 * outputs, inputs, dtype=BF16).float() / 8
     other = weight.clone()
     other[-1, -1] += 2**-20 * other[-1, -1]
@@ -107,7 +107,7 @@ def test_gated_linear(dtype, activation, size, inputs):
     rows=st.integers(2, 40), size=st.integers(1, 700), shift=st.integers(0, 9), dtype=st.sampled_from(DTYPES)
 )
 def test_a_row_has_the_same_bits_wherever_it_lies(rows, size, shift, dtype):
-    """Alone or beside others, and wherever in memory it begins."""
+    """The row may be alone or beside others, and begin anywhere in memory."""
     x = draw(rows * size + shift, dtype=dtype)[shift:].view(rows, size)
     weight = draw(size, seed=1)
     together = fused_add_rms_norm_native(x, x, weight, 1e-6)[0]
@@ -118,10 +118,10 @@ def test_a_row_has_the_same_bits_wherever_it_lies(rows, size, shift, dtype):
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048), (300, 42)])
 def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inputs):
-    """At sizes of real layers, where a product that is cut differently would show: some 2 million outputs."""
+    """Real layers' sizes and some 2 million outputs: a product that is split differently would show."""
     weight = draw(outputs, inputs, dtype=dtype)
     packed, gated = pack_linear(weight), pack_gated_linear(weight)
-    x = draw(1000, inputs, dtype=dtype, seed=1)  # more rows than are kept at hand at a time
+    x = draw(1000, inputs, dtype=dtype, seed=1)  # more rows than the kernel handles at a time
     for layer in (
         lambda x: packed_linear(x, packed, outputs),
         lambda x: packed_gated_linear(x, gated, outputs // 2, "silu"),
@@ -134,7 +134,7 @@ def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inp
 
 
 def test_bits_do_not_depend_on_the_number_of_threads(dtype):
-    """Enough rows for all threads, and fewer."""
+    """There may be more or fewer rows than threads."""
     packed, weight = pack_linear(draw(960, 1536, dtype=dtype)), draw(1536, dtype=dtype, seed=1)
 
     def compute() -> list[Tensor]:
@@ -153,9 +153,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype):
 
 
 def attend(spans, *, dtype, heads=(6, 2), size=16, window=None, drawn=None):
-    """Attention over random stores. A span is (queries, columns): the queries are the last of the columns.
+    """Compute attention over random stores. A span is (queries, columns): the queries are at the last columns.
 
-    The sequences' keys, values and queries are those of the first columns of sequences of `drawn` columns.
+    With `drawn`, sequences of `drawn` columns are drawn, and only their first columns are used.
     """
     block_size, totals = 16, [drawn or columns for _, columns in spans]
     widths = [-(-total // block_size) for total in totals]
@@ -163,14 +163,14 @@ def attend(spans, *, dtype, heads=(6, 2), size=16, window=None, drawn=None):
     *tables, rest = blocks.split([*widths, 2])
     table = torch.stack([torch.cat([each, rest[-1].expand(max(widths) - len(each))]) for each in tables])
     k, v = (draw(len(blocks), block_size, heads[1], size, dtype=dtype, seed=seed) for seed in (1, 2))
-    # A query is its sequence's and its position's own, whoever is computed with it.
+    # A query depends only on its sequence and position.
     queries = [
         draw(total, heads[0], size, dtype=dtype, seed=3 + row)[columns - n : columns]
         for row, ((n, columns), total) in enumerate(zip(spans, totals, strict=True))
     ]
     lengths = tuple(zip(*spans, strict=True))
     layout = AttentionLayout(table, torch.arange(len(spans)), block_size, *lengths, heads[1])
-    # The stores hold everything: the pass's own keys and values are put where they are already.
+    # The stores hold the pass's own keys and values already, so it writes the same numbers.
     own = [store.flatten(0, 1)[layout.write_addresses] for store in (k, v)]
     return native_attention(torch.cat(queries), *own, k, v, layout, scale=size**-0.5, window=window)
 
@@ -205,7 +205,7 @@ def test_attention_has_the_same_bits_on_several_threads(dtype, window):
 @pytest.mark.parametrize("window", [None, 2500])
 @pytest.mark.parametrize(("heads", "size"), [((4, 1), 256), ((6, 2), 64)])
 def test_a_long_sequence_has_the_same_bits_on_any_number_of_threads(dtype, window, heads, size):
-    """Two threads and more cut it into pieces; a prompt of the same columns is computed in one."""
+    """With two or more threads, the sequence is cut into pieces. A prompt of the same length is not."""
     form = {"dtype": dtype, "heads": heads, "size": size, "window": window}
 
     def compute() -> Tensor:
@@ -268,9 +268,9 @@ class Workshop:
         )
 
     def load(self, **env: str) -> list[str]:
-        """What a process says that loads the kernels; its last line is what computes.
+        """Load the kernels in a process. Returns the lines of its output; the last says what computes.
 
-        Without what torch itself says: its CUDA build warns where there is a CUDA toolkit and no GPU.
+        Torch's own lines are left out: its CUDA build warns if there is a CUDA toolkit and no GPU.
         """
         process = self.start(**env)
         said, _ = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""A layer's heads between projection and attention, in one Triton launch, against torch."""
+"""Norms, rotation and writing of a layer's heads in one Triton launch, compared with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_one_launch_norms_rotates_and_writes(
     triton_device: str, sizes: tuple[int, int, int, int], offset: float | None, dtype: torch.dtype
 ) -> None:
     tokens, heads_q, heads_kv, size = sizes
-    # A view of a wider matrix: heads are read where they lie.
+    # A view of a wider matrix, because heads are read in place.
     heads = draw(tokens, heads_q + 2 * heads_kv + 1, size, dtype=dtype, device=triton_device)[:, :-1]
     norms = None
     if offset is not None:
@@ -41,7 +41,7 @@ def test_one_launch_norms_rotates_and_writes(
         assert torch.equal(heads, before)
         assert q.shape == (tokens, heads_q, size)
         results.append((q, *stores))
-    # The interpreter makes bfloat16 of float32 by cutting it off; a norm's result is rounded, and the rotation's.
+    # Norm and rotation both round, and the interpreter cuts bits off instead of rounding to bfloat16.
     tolerance = (1 if offset is None else 3) * 2 * HALF_ULP[dtype]
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual.isnan(), expected.isnan()), "rows of others are not written"

@@ -1,4 +1,4 @@
-"""How long idle OpenMP workers spin: what libgomp was told when torch loaded it, and what a step costs with it."""
+"""How long idle OpenMP workers spin: the limit that libgomp reads when it is loaded, and its effect on steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[s
 
 
 def spin_rounds(arguments: list[str], **variables: str) -> list[str]:
-    """What each copy of libgomp in the process that `arguments` start read when it was loaded."""
+    """Start a process. Returns the GOMP_SPINCOUNT that each copy of libgomp in it has read."""
     log = run(arguments, OMP_DISPLAY_ENV="VERBOSE", **variables).stderr
     return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", log)
 
@@ -94,7 +94,7 @@ print(spent)
 
 
 def test_workers_sleep_between_two_steps() -> None:
-    """Between two steps workers take less than half the processor time of libgomp's own choice."""
+    """Between two steps, workers take less than half the processor time that they take with a high limit."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one core: nothing is shared out")
     limited, unlimited = (

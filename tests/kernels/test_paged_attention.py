@@ -40,7 +40,7 @@ def rows_are_computed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory_starts_as_nan() -> Iterator[None]:
-    """`torch.empty` hands out NaN: what nobody wrote, nobody may read."""
+    """Make `torch.empty` return NaN, so that reading memory before it is written shows."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan()
     yield
@@ -48,7 +48,7 @@ def memory_starts_as_nan() -> Iterator[None]:
 
 
 class Case:
-    """One pass's queries, and a store in which every row that the position rule hides is NaN."""
+    """The queries of one pass, and a store in which all rows that the position rule hides are NaN."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Case:
         self.oracle: Callable[[], Tensor] = lambda: store.oracle(window)
 
     def run(self, **changes: Any) -> Tensor:
-        """The Triton kernel on this case; some indices may be replaced."""
+        """Run the Triton kernel on this case, with some indices replaced."""
         indices = dataclasses.replace(self.indices, **changes)
         return paged_attention_triton(
             self.q, self.k_store, self.v_store, indices, scale=SCALE, window=self.window
         )
 
     def reference(self) -> Tensor:
-        """The torch reference on this case, in float32."""
+        """Run the torch reference on this case, in float32."""
         arrays = self.q.float(), self.k_store.float(), self.v_store.float(), self.indices
         return paged_attention_reference(*arrays, scale=SCALE, window=self.window)
 
@@ -87,7 +87,7 @@ def no_queries(table: Tensor) -> PagedIndices:
 
 
 def assert_exact(actual: Tensor, case: Case) -> None:
-    """float32: within 1e-5 of the oracle."""
+    """Assert that a float32 result is within 1e-5 of the oracle."""
     expected = case.oracle()
     assert actual.shape == expected.shape
     assert actual.dtype == torch.float32
@@ -106,7 +106,7 @@ PASSES: list[dict[str, Any]] = [
         for head_dim in (8, 40, *HEAD_DIMS)
         for window in (None, 20)
     ),
-    # Down to a block per column, and up to a contiguous slot, which is one block as long as can be.
+    # Block sizes from one column to a slot of full length, which is one block.
     *(
         {"sequences": [1, 2, 3, (4, 4), 63, (2, 64), 65, 200], "heads": (2, 1), "block_size": size}
         | {"window": window}
@@ -131,7 +131,7 @@ def test_every_query_sees_what_the_rule_shows_it(triton_device, form):
     sequences=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), min_size=1, max_size=4),
     block_size=st.integers(1, 40),
     window=st.none() | st.integers(1, 100),
-    group=st.sampled_from([1, 3, 5]),  # a GPU compiles each pair of these two anew
+    group=st.sampled_from([1, 3, 5]),  # each pair of group and head_dim is compiled on a GPU
     heads_kv=st.integers(1, 2),
     head_dim=st.sampled_from([1, 3, 16, 41]),
     seed=st.integers(0, 2**16),
@@ -169,15 +169,15 @@ def test_scores_far_apart_do_not_overflow(triton_device):
 
 
 def cut_to_bfloat16(x: Tensor) -> Tensor:
-    """How the interpreter makes bfloat16 of float32: the lower 16 bits are cut off."""
+    """Convert float32 to bfloat16 as the interpreter does: the lower 16 bits are cut off."""
     return (x.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_bfloat16_is_as_good_as_its_rounding(triton_device, head_dim, window):
-    """Rounding a result to bfloat16 costs up to 1.6e-3 of its norm, and nothing can be done about that. What the
-    kernel adds is less: in norm it is held against the float32 reference, rounded the way the device rounds."""
+    """Rounding a result to bfloat16 changes it by up to 1.6e-3 of its norm. The kernel's own error must be smaller:
+    the difference to the float32 reference, rounded as the device rounds."""
     case = Case(
         [1, 16, (9, 33), 600],
         heads=(4, 1),
@@ -206,14 +206,14 @@ def test_float16(triton_device):
 
 # ---------------------------------------------------------------------- splits
 
-# Within a split, at its end, past it, and in several; one query, guesses, and chunks that cross an end.
+# Lengths within a split, at its end, past it, and of several splits; one query, guesses, and chunks across an end.
 LONG = (1, SPLIT_COLUMNS - 1, (3, SPLIT_COLUMNS), SPLIT_COLUMNS + 1, (4, 1500), (30, SPLIT_COLUMNS + 9))
 
 
 @pytest.mark.parametrize("window", [None, 300, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("programs", [1, 2, 32])
 def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch, programs, window):
-    """Programs share the splits of leading sequences, or take several each; others walk all of theirs."""
+    """Programs share the splits of leading sequences, or take several each. Other sequences have one program."""
     monkeypatch.setattr(kernels.paged_attention, "MOST_PROGRAMS", programs)
     case = Case(LONG, heads=(2, 1), window=window, device=triton_device)
     result = case.run()
@@ -226,10 +226,10 @@ def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch,
 
 @pytest.mark.parametrize("loud", [5, 350, 690])
 def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, loud):
-    """22 splits are merged in three rounds, and the largest scores are found in any of them."""
+    """22 splits are merged in three rounds. The largest score is in a different round in each case."""
     monkeypatch.setattr(kernels.paged_attention, "SPLIT_COLUMNS", 32)
     case = Case([20, 700], heads=(4, 2), head_dim=256, device=triton_device)  # tiles of 16 columns
-    case.q[1] *= 0.2  # several splits count, and not the loudest alone
+    case.q[1] *= 0.2  # so that several splits matter, not only the one with the largest score
     block = case.indices.block_table[1, loud // 16]
     case.k_store[block, loud % 16] += case.q[1].view(2, 2, 256).mean(1)
     case.columns[1][0][loud] = case.k_store[block, loud % 16].double().cpu().numpy()
@@ -244,7 +244,7 @@ def test_splits_of_grouped_heads(triton_device, memory_starts_as_nan, head_dim):
 
 
 class Launches:
-    """Stands for a kernel and notes the grids it would have been launched on."""
+    """Stands for a kernel, and records the grids of its launches."""
 
     def __init__(self) -> None:
         self.grids: list[tuple[int, ...]] = []
@@ -259,7 +259,7 @@ class Launches:
     [
         ([2000, 200], None, (2, 2, 4), [(2, 4)]),
         ([500] * 120, None, (120, 2, 1), []),
-        ([200, (100, 4000)], None, (14, 2, 1), []),  # a prompt walks its splits
+        ([200, (100, 4000)], None, (14, 2, 1), []),  # one program computes all splits of a prompt
         ([2000, (100, 100)], None, (14, 2, 4), [(1, 4)]),
         ([(9, 2000)], None, (2, 2, 1), []),
         ([(8, 2000)], None, (1, 2, 4), [(8, 4)]),
@@ -268,7 +268,7 @@ class Launches:
     ],
 )
 def test_the_launch_follows_from_what_the_host_knows(monkeypatch, sequences, window, attend, merge):
-    """On meta tensors: there is no number for the host to wait for."""
+    """The tensors are on the meta device, so the host cannot read any number."""
     attended, merged = Launches(), Launches()
     monkeypatch.setattr(kernels.paged_attention, "_paged_attention_kernel", attended)
     monkeypatch.setattr(kernels.paged_attention, "_merge_splits_kernel", merged)
@@ -288,11 +288,11 @@ def test_the_launch_follows_from_what_the_host_knows(monkeypatch, sequences, win
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("window", [600, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, window, dtype):
-    """Decoded alone, verified with guesses, or prefilled in chunks of any size, beside any neighbours."""
+    """The row may be decoded alone, verified with guesses, or prefilled in chunks, beside any neighbours."""
     options = {"heads": heads, "window": window, "dtype": dtype, "device": triton_device}
     case = Case([33, (70, 1100), 600, (1, 7)], **options, poison=0.0)
     together = case.run()
-    rows = range(1, 71)  # of the second sequence
+    rows = range(1, 71)  # the second sequence's rows
     tile_queries = queries_per_tile(heads[0] // heads[1], dtype)
     for count in (1, 2, 3, tile_queries):
         for first in range(rows.start, rows.stop - count, 23):
@@ -312,8 +312,8 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window):
-    """By address: no row past a length or before a window is loaded, no table entry past the last block, and query
-    heads that share keys read them together. The interpreter is asked: a GPU does not say what it loads."""
+    """No row past a length or before a window is loaded, and no table entry past the last block. Query heads that
+    share keys read them together. The interpreter records the addresses of loads, which a GPU cannot."""
     triton = pytest.importorskip("triton")
     if not triton.knobs.runtime.interpret:
         pytest.skip("kernels are compiled in this process")
@@ -332,7 +332,7 @@ def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window):
     addresses = np.concatenate(loads)
 
     def reads(tensor: Tensor) -> Tensor:
-        """How often every element of `tensor` was loaded; shape of `tensor`."""
+        """Return the number of loads of each element of `tensor`, in its shape."""
         start, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
         inside = addresses[(addresses >= start) & (addresses < start + size)]
         counts = np.bincount((inside - start) // tensor.itemsize, minlength=tensor.numel())
@@ -370,7 +370,7 @@ def test_nothing_is_written(triton_device):
 
 
 def test_strides_are_followed(triton_device):
-    """q inside a fused QKV matrix, one layer of a store with heads before columns, a table cut from a wider one."""
+    """q is part of a fused QKV matrix, the store has heads before columns, the table is cut from a wider one."""
     case = Case(MIXED, heads=(4, 2), head_dim=80, device=triton_device)
     case.q = torch.cat((case.q, torch.full_like(case.q, math.nan)), dim=1)[:, :4]
     case.k_store, case.v_store = (
@@ -437,7 +437,7 @@ def test_no_sequences(triton_device):
     assert case.run().shape == (0, 4, 64)
 
 
-# ---------------------------------------------------------------------- what does not fit
+# ---------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from tests.kernels.support import BF16, DTYPES, FAR, FP16, FP32, ROWS, SIZES, far_apart
 
 EPS = 1e-5
-#: Both offsets in the type in which they are added, and one in each of the others.
+#: Both offsets in float32, in which they are added, and one offset in each of the other types.
 FORMS = pytest.mark.parametrize(
     ("dtype", "offset"), [(FP32, 0.0), (FP32, 1.0), (BF16, 1.0), (FP16, 0.0)], ids=str
 )
 
 
 def make_rows(*shape: int, dtype: torch.dtype = FP32, device: str = "cpu", seed: int = 0) -> torch.Tensor:
-    """Rows from small to large: eps matters in the first, and would be lost in the last."""
+    """Return rows with growing numbers: eps matters in the first, and is negligible in the last."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     rows = x[..., 0].numel()
     scales = torch.logspace(-2, 2, max(rows, 1))[:rows].reshape(*shape[:-1], 1)
@@ -30,7 +30,7 @@ def make_weight(size: int, dtype: torch.dtype = FP32, device: str = "cpu") -> to
 
 
 def oracle(x: torch.Tensor, weight: torch.Tensor, offset: float = 0.0, eps: float = EPS) -> torch.Tensor:
-    """The formula, row by row in float64."""
+    """Compute the formula row by row in float64."""
     rows = x.double().cpu().numpy()
     scale = weight.double().cpu().numpy() + offset
     result = np.empty_like(rows)
@@ -72,7 +72,7 @@ def test_the_fused_kernel_adds_then_normalises(way, dtype, offset, size):
             way.assert_rounded(total, x.double() + residual.double())
         else:
             assert torch.equal(total, (x.float() + residual.float()).to(dtype))
-        # Not the exact sum: the sum is normalised as it was stored.
+        # The norm is computed from the stored sum, which is rounded.
         way.assert_rounded(normed, oracle(total, weight, offset))
         assert all(map(torch.equal, (x, residual), before))
 

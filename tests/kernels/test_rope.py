@@ -12,7 +12,7 @@ TABLE_ROWS = 500
 
 
 def make_table(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """The standard frequencies: cosines and sines [TABLE_ROWS, D/2]."""
+    """Return cosines and sines of the standard frequencies, [TABLE_ROWS, D/2]."""
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(TABLE_ROWS).double()[:, None] * frequencies
     return angles.cos().float().to(device), angles.sin().float().to(device)
@@ -21,7 +21,7 @@ def make_table(head_dim: int, device: str = "cpu") -> tuple[torch.Tensor, torch.
 def make_heads(
     tokens: int, heads_q: int, heads_kv: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(q, k) as views of one fused QKV matrix, and positions in no order, as a mixed batch has them."""
+    """Return q and k as views of one fused QKV matrix, and positions in random order, as in a mixed batch."""
     generator = torch.Generator().manual_seed(tokens + 7 * heads_q + head_dim)
     fused = torch.randn(tokens, (heads_q + 2 * heads_kv) * head_dim, generator=generator).to(device, dtype)
     q, k, _ = fused.split([heads_q * head_dim, heads_kv * head_dim, heads_kv * head_dim], dim=1)
@@ -30,7 +30,7 @@ def make_heads(
 
 
 def oracle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """A pair of coordinates is a complex number, and turning it is one complex multiplication. In float64."""
+    """Rotate pairs as complex numbers, each by one complex multiplication, in float64."""
     values = x.double().cpu().numpy()
     half = values.shape[-1] // 2
     numbers = values[..., :half] + 1j * values[..., half:]
@@ -60,7 +60,7 @@ def test_pairs_are_turned(way, dtype, form, head_dim):
 
 
 def test_a_token_does_not_depend_on_its_neighbours(way):
-    """All rows in one call, each at its own position, equal each row alone. Both forms of angles agree."""
+    """Rows in one call, each at its own position, equal each row alone. Both forms of angles agree."""
     q, k, positions = make_heads(6, 3, 1, 64, FP32, way.device)
     assert len(set(positions.tolist())) == 6
     cos, sin = make_table(64, way.device)
@@ -75,7 +75,7 @@ def test_a_token_does_not_depend_on_its_neighbours(way):
 
 
 def test_strides_are_followed(way):
-    """Heads before tokens, gaps between columns and positions, tables cut out of wider ones."""
+    """Inputs have heads before tokens, gaps between columns and positions, and tables cut from wider ones."""
     generator = torch.Generator().manual_seed(5)
     q = torch.randn(3, 5, 64, generator=generator).to(way.device).transpose(0, 1)
     k = torch.randn(5, 1, 128, generator=generator).to(way.device)[:, :, ::2]

@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def ready(pool: PagedKVCachePool, pieces: list[tuple[int, list[int]]]) -> tuple[KVView, tuple[Tensor, ...]]:
-    """A pass over (slot, its next tokens), and all that changes from pass to pass."""
+    """Return the view of a pass over (slot, next tokens), and the tensors that change from pass to pass."""
     spans = []
     for slot, ids in pieces:
         start = pool.get_seq_len(slot)
@@ -58,7 +58,7 @@ def pass_of(model: CausalLM, view: KVView) -> Callable[..., tuple[Tensor]]:
 
 
 def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> Tape:
-    """The tape of a function with one result."""
+    """Record the tape of a function with one result."""
     return record(lambda *given: (function(*given),), *inputs)[0]
 
 
@@ -72,7 +72,7 @@ def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) ->
     view, inputs = ready(twin, [(0, [5])])
     assert torch.equal(outputs[0], pass_of(model, view)(*inputs)[0])
     view.advance()
-    # decode; a prompt; a chunk of it beside one that decodes; three that decode
+    # decode; a prompt; chunks of prompts beside decode; three sequences that decode
     for pieces in (
         [(0, [7])],
         [(1, draw_ids(20))],
@@ -131,7 +131,7 @@ SAME_FOR_ANY_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", [*REFUSED, *SAME_FOR_ANY_ROWS])
 def test_a_call_that_does_nothing_for_one_row_is_refused(name: str) -> None:
-    """With one row; where it is the same for any number of rows, it is recorded."""
+    """It is refused if it would do something for more rows. Otherwise it is recorded."""
     function, rows = (REFUSED | SAME_FOR_ANY_ROWS)[name], 1
     if name in REFUSED:
         rows = 3
@@ -156,7 +156,7 @@ def player() -> torch.ScriptObject:
 
 
 def slow() -> tuple[Tape, Tensor]:
-    """A tape that takes some milliseconds."""
+    """Return a tape that takes some milliseconds, and its input."""
 
     def function(x: Tensor) -> Tensor:
         for _ in range(300):
@@ -186,7 +186,7 @@ def test_passes_come_out_in_order_and_errors_to_whom_they_belong(player: torch.S
 def test_a_pass_goes_on_while_python_keeps_its_lock(player: torch.ScriptObject) -> None:
     tape, x = slow()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)  # nobody else gets the lock while this thread runs
+    sys.setswitchinterval(60.0)  # no other thread gets the lock while this thread runs
     try:
         ticket = player.submit(tape.recorded, [x], 0)
         deadline = time.monotonic() + 30.0
@@ -224,7 +224,7 @@ print("ended")
 
 
 def test_a_player_may_go_away_behind_its_tapes() -> None:
-    """The thread that joins it holds the interpreter's lock, which freeing the tape's weights would wait for."""
+    """The thread that joins the player holds the interpreter's lock. Freeing the weights must not wait for it."""
     ended = subprocess.run(
         [sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60.0, check=False
     )

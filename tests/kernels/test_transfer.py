@@ -1,4 +1,4 @@
-"""Small tensors on their way to a GPU: through pinned memory, and never by a copy that the host waits for."""
+"""Copies of small tensors to a GPU: through pinned memory, and without blocking the host."""
 
 from __future__ import annotations
 

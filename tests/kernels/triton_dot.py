@@ -1,4 +1,4 @@
-"""Products of Triton's interpreter, made to round as tensor cores do."""
+"""Makes products of Triton's interpreter independent of the row's place, as on tensor cores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 
 def patch_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter's `tl.dot` multiply bfloat16, and compute all rows alike.
+    """Make the interpreter's `tl.dot` multiply bfloat16 correctly, and compute all rows alike.
 
-    The interpreter keeps bfloat16 as 16-bit integers and, as of Triton 3.9, multiplies those
-    (triton-lang/triton#11584). And NumPy's library adds in an order that depends on the row's place in the
-    matrix. Compiled kernels are not affected by either. An instruction of a tensor core computes all its rows in
-    one order; the tests marked `gpu` measure that.
+    The interpreter keeps bfloat16 as 16-bit integers and, as of Triton 3.9, multiplies these integers
+    (triton-lang/triton#11584). Also, NumPy's library adds in an order that depends on the row's place in the
+    matrix. Compiled kernels have neither problem: an instruction of a tensor core computes all its rows in one
+    order, which the tests marked `gpu` measure.
     """
     pytest.importorskip("triton")
     import triton.language as tl

@@ -1,4 +1,4 @@
-"""Drafters that know more than a drafter can, and engines that use them."""
+"""Drafters that may know the right answers, and engines that use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Guess = Callable[[Request, Sequence[int], int], list[int]]
 
 
 class FixedDrafter:
-    """Guesses by a function."""
+    """A drafter that calls a function."""
 
     matched = 1
 
@@ -29,7 +29,7 @@ class FixedDrafter:
 
 
 def let_guess(engine: Engine, guess: Guess) -> None:
-    """Have an engine of phase 10 guess by a function."""
+    """Make an engine of phase 10 guess by a function."""
 
     def new_drafter(request: Request) -> Drafter:
         return FixedDrafter(request, guess)

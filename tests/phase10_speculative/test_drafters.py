@@ -1,4 +1,4 @@
-"""Prompt lookup: which tokens are guessed from which text."""
+"""Prompt lookup: the tokens that are guessed for a text."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
     ids=["other", "more", "fewer"],
 )
 def test_behind_a_change_it_goes_on_soon_after_it(answer: list[int], guess: list[int]) -> None:
-    """And not where one of the tokens came last."""
+    """The match does not jump to the latest place of a single token."""
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, *range(100, 200), 4, 70, 5, 71, 6, 72, 0]
     assert NgramDrafter(prompt).propose([*prompt, *answer], 2) == guess
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
-    """Only where no longer match goes on: that one keeps its place."""
+    """This holds for a new match. A match that goes on keeps its place."""
     draw = random.Random(seed)
     text = [draw.randrange(3) for _ in range(60)]
     dictionary = Dictionary()

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
 
 
 def requests_of(engine: Any) -> list[Request]:
-    """Requests of every kind: greedy and sampled, filters, penalties, biases, endings, grammars and bad words."""
+    """Return requests of every kind: greedy, sampled, filters, penalties, biases, endings, grammars, bad words."""
     draw = random.Random(3)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -83,7 +83,7 @@ def alone(model: CausalLM) -> dict[str, list[Any]]:
 
 
 def oracle(alone: dict[str, list[Any]], right: int, then: int) -> Guess:
-    """Guess so many tokens right, then go on with `then` added to the right ones."""
+    """Return a function that guesses `right` tokens right. To the ids of later ones it adds `then`."""
 
     def guess(request: Request, token_ids: Sequence[int], limit: int) -> list[int]:
         known = len(token_ids) - request.num_prompt_tokens

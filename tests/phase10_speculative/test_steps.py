@@ -1,4 +1,4 @@
-"""Steps with guesses beside steps that run ahead, memory, and what a guess must not cost."""
+"""Steps with guesses beside steps that run ahead, memory, and the cost of guesses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_right_guesses_save_passes(guess: object, most: int) -> None:
 
 @pytest.mark.parametrize("blocks", [16, 18, 24])
 def test_nobody_is_preempted_for_a_guess(blocks: int) -> None:
-    """Four answers of 12 tokens behind prompts of 4: each needs four blocks of four columns."""
+    """Four answers of 12 tokens after prompts of 4 need four blocks of four columns each."""
     options = {"block_size": 4, "num_blocks": blocks, "max_seq_len": 32}
     engines = [build("phase9_pipelined", **options), guessing(WRONG, draft_length=15, **options)]
     for engine in engines:

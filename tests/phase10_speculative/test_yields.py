@@ -1,4 +1,4 @@
-"""Which guesses pay: by the cost of a row, and by how many came true."""
+"""The choice of guesses, by the cost of a row and by the share of accepted guesses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEAR = RowCost(weights=0.1, host=0.1)
 
 
 def yield_of(cost: RowCost, tokens: int, guesses: list[list[float]], counts: list[int]) -> float:
-    """Tokens in the time of a row, of a step with so many guesses of each sequence."""
+    """Return the expected tokens of a step per time of a row, with `counts` guesses of the sequences."""
     gained = tokens + sum(sum(own[:count]) for own, count in zip(guesses, counts, strict=False))
     return gained / (cost.weights + (cost.host if any(counts) else 0) + tokens + sum(counts))
 

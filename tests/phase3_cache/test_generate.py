@@ -1,4 +1,4 @@
-"""`generate`: what each pass computes, when a request ends, and that its memory is freed."""
+"""`generate`: the tokens of each pass, the end of a request, and that its memory is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rectangle's memory: as long as the batch needs, there while the batch is."""
+"""The rectangle's memory: as long as the batch needs, and freed with the batch."""
 
 from __future__ import annotations
 

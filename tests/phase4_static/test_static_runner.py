@@ -40,7 +40,7 @@ def test_one_pass_over_the_rectangle_then_one_column_a_step() -> None:
 
 
 def test_a_nan_in_the_embedding_of_a_token_reaches_no_prompt_without_that_token() -> None:
-    """Hidden columns are multiplied by 0, and 0 × NaN is NaN: padding may not read what a prompt does not name."""
+    """Masked columns are multiplied by 0, and 0 × NaN is NaN. So padding must use only tokens of the prompts."""
     model = tiny_model()
     for token in range(250):
         if token not in (*b"abcdefg", *b"xyz"):
@@ -82,7 +82,7 @@ def test_eos_of_one_row_leaves_the_others_running() -> None:
 
 @pytest.mark.parametrize("kind", ["remembering", "llama"])
 def test_idle_rows_never_overflow(kind: str, llama: CausalLM) -> None:
-    """Prompts of 400 and 10 with 9 and 400 new tokens: the first row stands still for 391 steps."""
+    """Prompts of 400 and 10 tokens have 9 and 400 new ones, so the first row is idle for 391 steps."""
     model = RememberingModel() if kind == "remembering" else llama
     engine = build("static", model, max_seq_len=900)
     long, short = ([(3 * i) % 250 for i in range(n)] for n in (400, 10))
@@ -97,7 +97,7 @@ def test_idle_rows_never_overflow(kind: str, llama: CausalLM) -> None:
     assert pool.block_size == 800
     while any(not request.is_terminal for request in requests[::2]):
         outputs += engine.step()
-    # From here on the first and third rows are idle. All of theirs but their own last column is a canary.
+    # From here on the first and third rows are idle. None of their columns may change, except the last one.
     before = [layer[[0, 2]].clone() for layer in (*pool.k, *pool.v)]
     last = pool.get_seq_len(0) - 1
     while not requests[1].is_terminal:

@@ -1,4 +1,4 @@
-"""When a static batch forms, which requests are in it, and when it leaves."""
+"""A static batch: when it forms, its requests, and when it leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bench() -> Bench:
 
 
 def end(bench: Bench, *requests: Request) -> None:
-    """Finish some active requests, or all."""
+    """Finish these requests, or all active ones."""
     for request in bench.scheduler.active:
         if request.state is RequestState.PREFILL:
             request.start_decode()
@@ -30,7 +30,7 @@ def end(bench: Bench, *requests: Request) -> None:
 
 
 def wake(bench: Bench) -> float | None:
-    """Return in how many seconds the scheduler wants to wake."""
+    """Return the seconds until the scheduler wants the next step; None: it waits for no time."""
     at = bench.scheduler.next_wake(bench.clock.now)
     return None if at is None else at - bench.clock.now
 

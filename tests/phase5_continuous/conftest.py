@@ -1,4 +1,4 @@
-"""All that holds for phase 5 holds for phase 6 with slots, too."""
+"""These tests run on phase 5, and on phase 6 with slots."""
 
 from __future__ import annotations
 

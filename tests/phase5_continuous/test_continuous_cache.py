@@ -1,4 +1,4 @@
-"""One pool for the engine's life: slots are taken, given back and reused, and each sees its own columns."""
+"""A pool lasts as long as its engine: slots are reserved, released and reused, and each has its own columns."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_newcomers_are_prefilled_in_one_pass_without_padding(variant: Variant) -
 def test_newcomers_prompts_are_cut_into_passes_of_so_many_tokens(
     variant: Variant, most: int, passes: list[tuple[int, ...]]
 ) -> None:
-    """Passes, not steps: everybody's first token comes in the first step, whatever the bound."""
+    """The bound cuts prompts into passes, not steps: all first tokens come in the first step."""
     model = RememberingModel()
     engine = variant.build(model, max_prefill_pass_tokens=most, max_batch_size=5)
     prompts = (b"abc", b"abcdefg", b"a", b"hi", b"yo")
@@ -97,8 +97,8 @@ def test_a_mixed_step_decodes_first(variant: Variant) -> None:
 def test_decode_does_no_work_per_sequence_in_the_layers(
     variant: Variant, llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`attend` is called once a layer, its index tensors are built once a pass, and the operations of a decode
-    step are as many for eight sequences as for two."""
+    """`attend` is called once a layer, its index tensors are built once a pass, and a decode step of eight
+    sequences has as many operations as one of two."""
     attended: list[int] = []
     built: list[Any] = []
     attend, build_group = KVView.attend, AttentionLayout._build_decode_groups
@@ -126,6 +126,6 @@ def test_decode_does_no_work_per_sequence_in_the_layers(
         assert attended == list(range(len(llama.config.layers)))
         assert built == [None]
         operations[count] = Counter({event.key: event.count for event in profile.key_averages()})
-    # One cat of small pieces or one more stack may differ; a loop over sequences would add six a layer.
+    # A few operations may differ, but a loop over sequences would add six a layer.
     extra = sum((operations[8] - operations[2]).values())
     assert extra < 6, operations[8] - operations[2]

@@ -1,4 +1,4 @@
-"""Admission and retirement in every step: which requests run, wait and leave."""
+"""Admission and retirement in every step: the requests that run, wait and leave."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_free_seats_count_as_room(variant: Variant) -> None:
 
 
 def test_the_queue_stops_at_a_request_that_finds_no_memory(variant: Variant) -> None:
-    """No request overtakes, even where a later one would fit."""
+    """No request overtakes another, even if it would fit."""
     bench = variant.bench(max_batch_size=4, max_seq_len=16)
     slots = [bench.pool.allocate_slot() for _ in range(3)]
     bench.add(3, 3)
@@ -84,7 +84,7 @@ def test_a_cancelled_request_leaves_in_the_next_step(state: RequestState, bench:
 
 
 def test_short_requests_overtake_long_ones(variant: Variant) -> None:
-    """Prompts of 32, 128, 256, 512 with outputs of 16, 32, 64, 128 finish in that order, however they arrive."""
+    """Requests that differ in length finish shortest first, in whatever order they arrive."""
     engine = variant.build(max_seq_len=640)
     sizes = [(512, 128), (128, 32), (256, 64), (32, 16)]
     requests = [add(engine, [new % 250] * prompt, greedy(new)) for prompt, new in sizes]

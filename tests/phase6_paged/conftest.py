@@ -1,4 +1,4 @@
-"""All that holds for phase 6 holds for phase 7 without chunks, too."""
+"""These tests run on phase 6, and on phase 7 without chunks."""
 
 from __future__ import annotations
 

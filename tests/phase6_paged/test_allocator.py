@@ -1,4 +1,4 @@
-"""Block ids: given out once, taken back once, never lost."""
+"""Block ids: allocated once, freed once, never lost."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:
 
 
 def test_the_work_is_in_the_blocks_asked_for_not_in_the_pool() -> None:
-    """O(1) a block: nothing but the free list's end and the owners' table is touched."""
+    """The work is O(1) for each block: only the end of the free list and the owners' table are used."""
 
     class Tail(list[int]):
         """A free list that may be used at its end only."""

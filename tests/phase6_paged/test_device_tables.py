@@ -15,7 +15,7 @@ META = torch.device("meta")  # stands in for a GPU
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of entries that were sent, a number for each copy."""
+    """The number of entries in each copy that was sent."""
     counts: list[int] = []
 
     def noting(hosts: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -29,7 +29,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_devices_tables_follow_the_hosts(sent: list[int]) -> None:
     tables = BlockTables(3, 5, META)
     assert tables.on_device().dtype == torch.int32
-    tables._on_device = torch.zeros(3, 5, dtype=torch.int32)  # with memory, to be read here
+    tables._on_device = torch.zeros(3, 5, dtype=torch.int32)  # with memory, so that the test can read it
     tables.write(0, 0, [7, 8, 9])
     tables.write(2, 1, [4])
     tables.write(0, 1, [6])  # overwritten before it is sent
@@ -37,7 +37,7 @@ def test_the_devices_tables_follow_the_hosts(sent: list[int]) -> None:
     tables.write(0, 3, [5])
     assert tables.on_device().tolist() == tables.tensor.tolist()
     assert tables.on_device().tolist() == tables.tensor.tolist()
-    assert sent == [4, 1]  # and nothing where nothing has changed
+    assert sent == [4, 1]  # without changes nothing is sent
 
 
 def test_a_cpu_has_one_table(sent: list[int]) -> None:

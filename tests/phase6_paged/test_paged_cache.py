@@ -1,4 +1,4 @@
-"""Block tables: as long as the tokens they hold need, in any order. What holds for every pool is tested in
+"""Block tables: as long as their tokens need, with blocks in any order. Rules for every pool are tested in
 `tests/test_pool_conformance.py`.
 """
 
@@ -36,7 +36,7 @@ def request(prompt: int) -> Request:
 
 
 def seat(pool: PagedKVCachePool, tokens: int) -> Request:
-    """Return a request that holds memory for so many tokens."""
+    """Return a request that holds memory for `tokens` tokens."""
     owner = request(tokens)
     assert pool.reserve(owner, tokens)
     return owner
@@ -56,7 +56,7 @@ def test_blocks_at_a_boundary(block_size: int, n: int, offset: int) -> None:
     assert len(pool.block_table(owner.slot)) == blocks
     assert pool.capacity(owner.slot) == pool.reserved_tokens == blocks * block_size
     assert pool.free_token_capacity() == (8 - blocks) * block_size
-    # One more token takes a block exactly where the last one is full.
+    # One more token takes a new block only if the last one is full.
     assert pool.reserve(owner, tokens + 1)
     assert len(pool.block_table(owner.slot)) == blocks + (tokens % block_size == 0)
     assert_consistent(pool)
@@ -82,7 +82,7 @@ def test_growing_past_the_pool_leaves_the_table_alone() -> None:
 
 
 def test_a_slots_name_is_never_used_again() -> None:
-    """A stale slot is a KeyError, and not another sequence's columns."""
+    """A stale slot raises KeyError, instead of giving another sequence's columns."""
     pool = pool_of(4)
     names = []
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_an_audit_reclaims_slots_without_a_holder_and_lost_blocks() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences reserve, grow, write, leave and are forgotten. A plain dictionary knows what each must hold."""
+    """Sequences reserve, grow, write, leave and are forgotten. A dictionary has the tokens that each one holds."""
 
     operations: ClassVar[int] = 0
 
@@ -129,7 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, blocks: int, block_size: int, seed: int) -> None:
         self.pool = pool_of(blocks, block_size, max_seq_len=max(2, blocks * block_size))
         shuffle_free_blocks(self.pool, seed)
-        self.held: dict[Request, int] = {}  # request -> tokens reserved at the most
+        self.held: dict[Request, int] = {}  # request -> the most tokens that it has reserved
         self.written: dict[Request, int] = {}
         self.free = blocks
 
@@ -185,7 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(choices=st.sets(st.integers(0, 99), max_size=3))
     def forget_some(self, choices: set[int]) -> None:
-        """An audit after a failure takes back the memory of requests that are not among the holders."""
+        """An audit after a failure reclaims the memory of requests that are not among the holders."""
         gone = {self.pick(choice) for choice in choices}
         for owner in gone:
             self.forget(owner)

@@ -1,4 +1,4 @@
-"""What may be asked for, and what is said of the rest."""
+"""Options of phase 6: the sizes that they give, and warnings."""
 
 from __future__ import annotations
 

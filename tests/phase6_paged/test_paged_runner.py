@@ -1,4 +1,4 @@
-"""Passes over block tables: the same tokens from any table, leaks reclaimed after a failure."""
+"""Passes over block tables: any table gives the same tokens, and leaks are reclaimed after a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def windowed() -> CausalLM:
 def test_shuffled_tables_give_the_same_tokens(
     variant: Variant, kind: str, block_size: int, request: Any
 ) -> None:
-    """Blocks lie in another random order in every step. Prompts end before, at and behind a block's edge."""
+    """The free blocks are shuffled before every step. Prompts end before, at and after a block's edge."""
     model = RememberingModel() if kind == "remembering" else request.getfixturevalue(kind)
     prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (1, 3, 4, 5, 15, 16, 17, 31, 32, 33)]
     params: SamplingParams = greedy(20, ignore_eos=True)

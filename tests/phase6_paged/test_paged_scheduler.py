@@ -53,7 +53,7 @@ def test_a_fifth_of_the_free_pool_is_kept_back(variant: Variant, free: int, admi
 
 
 def test_without_a_budget_only_the_seats_limit(variant: Variant) -> None:
-    """The pool has slots, whatever these hold."""
+    """The pool has slots of full length, so it has no budget of tokens."""
     bench = slots_of(variant)
     bench.add(1000, 2000, 3000)
     assert bench.pool.free_token_capacity() is None
@@ -62,7 +62,7 @@ def test_without_a_budget_only_the_seats_limit(variant: Variant) -> None:
 
 @pytest.mark.parametrize(("free_blocks", "count"), [(4, 1), (5, 2)])
 def test_whole_blocks_are_counted(variant: Variant, free_blocks: int, count: int) -> None:
-    """Two prompts of 17 take two blocks of 16 each, though their tokens would nearly fit in two."""
+    """Two prompts of 17 tokens take two blocks of 16 each, four in all."""
     bench = bench_of(variant, 1 + free_blocks, block_size=16)
     bench.hold(3)
     bench.add(17, 17)
@@ -96,7 +96,7 @@ def test_with_nobody_active_a_prompt_may_take_the_whole_pool(variant: Variant) -
 
 @pytest.mark.parametrize(("prompts", "count"), [((79, 2), 1), ((79, 1), 2), ((90, 1), 1)])
 def test_the_waiver_is_for_one_request(variant: Variant, prompts: tuple[int, int], count: int) -> None:
-    """Once a request is active the reserve counts again, in the same admission."""
+    """Once a request is admitted, the reserve is kept again for the next one in the same admission."""
     bench = bench_of(variant, 100)
     bench.add(*prompts)
     assert len(bench.admitted()) == count
@@ -116,7 +116,7 @@ def test_the_whole_prompt_is_reserved_at_admission_and_its_first_token_is_not(va
 
 
 def test_a_batch_larger_than_the_slots_of_equal_bytes(variant: Variant) -> None:
-    """The bytes of 8 slots of 4096: 2048 blocks of 16. Sequences of 256 tokens, with a fifth kept back."""
+    """8 slots of 4096 tokens have the bytes of 2048 blocks of 16. A fifth of them is kept back."""
     bench = bench_of(variant, 8 * 4096 // 16, block_size=16, max_batch_size=200, max_waiting_requests=300)
     bench.add(*[256] * 200)
     assert len(bench.admitted()) == int(128 * 0.8)
@@ -126,7 +126,7 @@ def test_a_batch_larger_than_the_slots_of_equal_bytes(variant: Variant) -> None:
 
 
 def test_free_seats_that_memory_cannot_fill_count_as_room_in_the_queue(variant: Variant) -> None:
-    """More may then wait than `max_waiting_requests`: as many as seats are free."""
+    """The number of waiting requests may then exceed `max_waiting_requests` by the number of free seats."""
     bench = bench_of(variant, 12, max_batch_size=4, max_waiting_requests=2)
     holder = bench.hold(10)
     for left in range(5, 0, -1):
@@ -172,7 +172,7 @@ def test_the_latest_arrival_is_preempted_and_goes_to_the_front(variant: Variant)
 
 
 def test_the_oldest_grows_first(variant: Variant) -> None:
-    """One block is free and two need it: the older request gets it, whatever their places in the batch."""
+    """Two requests need the only free block. The older one gets it, whatever their order in the batch."""
     bench = bench_of(variant, 5)
     older, younger = bench.hold(2), bench.hold(2)
     bench.scheduler.active.reverse()
@@ -211,7 +211,7 @@ def test_preempted_over_several_steps_keep_their_order_of_arrival(variant: Varia
 
 
 def test_one_who_was_preempted_in_a_step_does_not_come_straight_back(variant: Variant) -> None:
-    """Its memory goes to those it made room for; coming back in the same step would only push it out again."""
+    """Its memory goes to other requests. If it were admitted in the same step, it would be preempted again."""
     bench = bench_of(variant, 20, block_size=2)
     bench.add(9, 9, 9)
     for _ in range(16):
@@ -266,7 +266,7 @@ def test_blocks_freed_in_a_step_serve_an_admission_in_that_step(variant: Variant
 def test_a_request_that_can_never_fit_is_refused_at_submit(
     variant: Variant, prompt: int, new: int, param: str
 ) -> None:
-    """A pool of 16 tokens, though sequences of 64 are served in principle."""
+    """The pool holds 16 tokens, although `max_seq_len` is 64."""
     engine = engine_of(variant, 4)
     with pytest.raises(InvalidRequestError, match="16") as caught:
         engine.create_request([3] * prompt, greedy(new))
@@ -276,7 +276,7 @@ def test_a_request_that_can_never_fit_is_refused_at_submit(
 
 
 def test_those_who_decode_grow_before_anybody_is_admitted(variant: Variant) -> None:
-    """Four of five free tokens would do for the new request, but the five who decode need one each in this step."""
+    """The new request needs four of the five free tokens, but five decoding requests need one each in this step."""
     engine = engine_of(variant, 35, 1, max_batch_size=6)
     decoders = [add(engine, [i + 1] * 5, greedy(8)) for i in range(5)]
     engine.step()
@@ -289,7 +289,7 @@ def test_those_who_decode_grow_before_anybody_is_admitted(variant: Variant) -> N
 
 
 def test_a_prompt_that_fits_the_pool_never_waits_forever(variant: Variant) -> None:
-    """More than 80 % of everything, behind others: it runs as soon as it is alone."""
+    """A prompt that needs more than 80 % of the pool runs as soon as no other request does."""
     engine = engine_of(variant, 10)
     sizes = [(5, 4), (5, 4), (5, 4), (38, 2), (5, 4)]
     requests = [add(engine, [i] * prompt, greedy(new)) for i, (prompt, new) in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""All that holds for phase 7 holds for phase 8 without its prefix cache, too."""
+"""These tests run on phase 7, and on phase 8 without its prefix cache."""
 
 from __future__ import annotations
 

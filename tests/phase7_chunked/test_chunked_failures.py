@@ -1,4 +1,4 @@
-"""A prompt of four chunks ends or pauses in the second one: its memory returns, its neighbours are not affected."""
+"""A prompt ends or is preempted in the second of four chunks: its memory is freed, neighbours are not affected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engine_of(variant: Variant) -> Build:
 
 
 def assert_held_by(engine: Engine, requests: list[Request]) -> None:
-    """All memory that is taken is held by these requests."""
+    """Assert that these requests hold all reserved memory."""
     pool = engine.runner.pool
     assert pool.reserved_tokens == sum(pool.capacity(r.slot) for r in requests if r.slot is not None)
 
@@ -103,8 +103,8 @@ def test_a_cancellation_in_chunk_2_of_4(engine_of: Build, backend: str, mixed: b
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_preemption_in_chunk_2_of_4(engine_of: Build, mixed: bool) -> None:
-    """Six who decode take a block a step. The latest request, amid its chunks, gives way and is served later."""
-    # Admission of 32 tokens keeps 8 of 40 free blocks back. Two steps later the six need more than those.
+    """Six decoding requests take a block each a step. The latest request is preempted between its chunks."""
+    # Admission takes 32 of 40 free blocks and keeps 8 back. Two steps later the six requests need more than 8.
     engine = engine_of(num_blocks=76, block_size=1, mixed_batches=mixed, prefill_token_budget=None)
     decoders = [add(engine, [i + 1] * 5, greedy(20)) for i in range(6)]
     outputs = engine.step()
@@ -128,7 +128,7 @@ def test_a_request_that_fails_beside_other_chunks_fails_alone(engine_of: Build, 
     outputs = run(engine)
     assert str(end_of(outputs, victim).error) == "allergic"
     assert_answered(outputs, others)
-    # The pass of four chunks, its half with the victim, and the victim's own.
+    # Three passes fail: of four chunks, of the two with the victim's, and of the victim's alone.
     assert engine.telemetry.counters.failed_passes == 3
     assert_all_free(engine)
 

@@ -1,7 +1,7 @@
-"""Chunks give the tokens and the logits of the whole: both backends, all sizes and edges.
+"""A prompt in chunks gives the tokens and logits of a whole prompt, in both backends and for all sizes.
 
-The identity suite runs a handful of chunked variants under load; here are the lengths at a chunk's edge. The model
-is Gemma, which has windows, and all that the other architectures have.
+The identity suite runs a few chunked variants under load. These tests have lengths at the edges of chunks. The
+model is Gemma, which has windows and all features of the other architectures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def edges(chunk: int) -> list[int]:
 
 
 def check(subject: Subject, options: dict[str, Any], lengths: list[int], seed: int = 0) -> None:
-    """All prompts at once, an arrival a step, each as it is alone."""
+    """Serve prompts of these lengths, one arriving in each step, and compare each with the request alone."""
     variant = Variant("phase7_chunked", options)
     arrivals = [Arrival(i, prompt_of(subject, n, seed=n + seed), GREEDY) for i, n in enumerate(lengths)]
     engine = subject.engine(variant, max_seq_len=max(lengths) + NEW_TOKENS, max_batch_size=len(lengths))
@@ -53,14 +53,14 @@ def check(subject: Subject, options: dict[str, Any], lengths: list[int], seed: i
 @pytest.mark.parametrize("chunk", [1, 7, 16, 512])
 def test_prompts_at_a_chunks_edge(chunk: int, kind: str, mixed: bool) -> None:
     options = {"prefill_chunk_size": chunk, "mixed_batches": mixed, **backend(kind)}
-    for budget in (chunk, None) if chunk < 512 else (chunk,):  # several long prompts a step tell nothing more
+    for budget in (chunk, None) if chunk < 512 else (chunk,):  # with long chunks, one budget is enough
         check(subject_of("zoo:gemma3-tiny"), {**options, "prefill_token_budget": budget}, edges(chunk))
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 @pytest.mark.parametrize("chunk", [5, 12, 16, 20, 33])
 def test_across_the_window_amid_a_chunk(chunk: int, kind: str) -> None:
-    """Gemma's windows (16) end inside a chunk, at its edge, and several chunks back."""
+    """Gemma's windows (16) begin inside the chunk, at its edge, or several chunks before."""
     drawn = subject_of("random:gemma3")
     assert {layer.window for layer in drawn.model.config.layers} == {None, WINDOW}
     lengths = [WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + chunk, 2 * WINDOW + 3, 3 * chunk + 1, 70]
@@ -91,9 +91,9 @@ def measure(subject: Subject, chunk: int, kind: str) -> float:
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 @pytest.mark.parametrize("name", ["zoo:gemma3-tiny", "random:gemma3"])
 def test_the_first_tokens_logits_chunked_against_whole(name: str, chunk: int, kind: str) -> None:
-    """At the last prompt position, with nobody beside it: what chunking alone does (printed with -s).
+    """The difference at the last prompt position (printed with -s) comes from chunking alone.
 
-    None where a product's sums run in one order; elsewhere that depends on how many rows it has.
+    It is zero if the model is batch invariant. Otherwise the order of sums depends on the number of rows.
     """
     subject = subject_of(name)
     difference = measure(subject, chunk, kind)

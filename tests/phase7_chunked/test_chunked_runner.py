@@ -1,4 +1,4 @@
-"""What a step computes while a long prompt is chunked, as the model sees it, and what the cache then holds."""
+"""The passes of steps while a long prompt is chunked, and the contents of the cache after them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pass_lengths(calls: list[Call]) -> list[tuple[tuple[int, ...], tuple[int, ..
 def test_a_prompt_of_2048_beside_six_decoding_requests(
     variant: Variant, mixed: bool, backend: dict[str, Any]
 ) -> None:
-    """Four steps of 512, everybody else's token in each of them, and the first token with the fourth."""
+    """The prompt takes four steps of 512 tokens. The fourth gives its first token. The others get one in each."""
     model = RememberingModel()
     model.max_positions = 4096
     engine = variant.build(
@@ -78,7 +78,7 @@ def test_a_prompt_of_2048_beside_six_decoding_requests(
 
 
 def test_a_short_prompt_alone_is_computed_as_in_phase_6(variant: Variant) -> None:
-    """Up to a chunk, with no other prompt beside it, the passes are those of phase 6."""
+    """A prompt of up to a chunk without another prompt beside it has the passes of phase 6."""
     traces = []
     for chosen, options in (
         (Variant("phase6_paged"), {}),
@@ -115,7 +115,7 @@ def test_all_pending_chunks_go_in_one_pass_each_at_its_own_progress(variant: Var
 
 
 def test_chunks_beyond_the_size_of_a_pass_follow_in_passes_of_their_own(variant: Variant) -> None:
-    """Decode goes along with the first of them; the step is still one."""
+    """Decode runs in the first pass of the step. All passes belong to one step."""
     model = RememberingModel()
     engine = variant.build(
         model, prefill_chunk_size=8, prefill_token_budget=None, max_prefill_pass_tokens=16, max_batch_size=5

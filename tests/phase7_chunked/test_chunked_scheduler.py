@@ -1,4 +1,4 @@
-"""Which prompts advance, by how much, and what that leaves the other requests: integers only, no model."""
+"""Which prompts advance, by how many tokens, and the memory that is left: with integers only, without a model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_decoding_request_is_in_every_plan(variant: Variant) -> None:
 
 
 def test_blocks_for_the_whole_prompt_are_reserved_at_admission(variant: Variant) -> None:
-    """One admitted and not yet begun is no free memory for the next one."""
+    """The memory of an admitted request is reserved, even before its prompt begins."""
     bench = bench_of(variant, num_blocks=60)
     first, second, _ = bench.add(30, 20, 20)
     bench.step()
@@ -163,7 +163,7 @@ def test_the_last_chunk_of_a_long_prompt_leaves_tokens_for_the_next_prompt(varia
     bench.add(6, 1, 9, 1)
     assert bench.step()[1] == [("r0", 0, 4)]
     assert bench.step()[1] == [("r0", 4, 6), ("r1", 0, 1), ("r2", 0, 1)]
-    # The last one would fit beside it whole, and does not overtake whom it came after.
+    # r3 would fit into the step, but does not overtake r2.
     assert bench.step()[1] == [("r2", 1, 5)]
     assert bench.step()[1] == [("r2", 5, 9)]
     assert bench.step()[1] == [("r3", 0, 1)]
@@ -191,7 +191,7 @@ def test_prompts_that_have_begun_advance_before_new_prompts(variant: Variant) ->
     first, second, _, fourth = bench.add(6, 20, 6, 6)
     assert [c[0] for c in bench.step()[1]] == ["r0", "r1"]
     assert bench.step()[1] == [("r0", 4, 6), ("r1", 4, 8), ("r2", 0, 2)]
-    # Even a newcomer that arrived earlier waits for those who have begun.
+    # Even a new request with an earlier arrival waits for prompts that have begun.
     fourth.arrival = -1
     assert bench.step() == (["r0"], [("r1", 8, 12), ("r2", 2, 6)])
     assert bench.step()[1] == [("r1", 12, 16), ("r3", 0, 4)]
@@ -225,7 +225,7 @@ def test_a_request_that_arrives_between_chunks_joins_the_next_pass(variant: Vari
     assert bench.step() == (["r1"], [("r0", 8, 12), ("r2", 0, 4)])
 
 
-# ---------------------------------------------------------------------- cut short
+# ---------------------------------------------------------------------- preemption
 
 
 def test_a_request_that_is_preempted_between_chunks_begins_again(variant: Variant) -> None:

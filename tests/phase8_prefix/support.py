@@ -1,7 +1,7 @@
-"""Shared blocks under any history: a pool whose store holds token ids, and a plain model of what must be in it.
+"""Shared blocks in random histories: a pool whose store holds token ids, and a plain account of its contents.
 
-Nothing here computes: a pass writes a token's id as its key and value. So what a sequence would see, and what the
-tree says that a block holds, can be read back and compared.
+No model computes here: a pass writes each token's id as its key and value. So the tokens of a sequence and of the
+tree's blocks can be read back from the store and compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phase8_prefix.tree import Node, PrefixTree
 from tests.engine_helpers import greedy
 from tests.pools import CPU, SMALLEST, assert_consistent
 
-GARBAGE = -7.0  # what a pass that fails leaves behind
+GARBAGE = -7.0  # the numbers that a failed pass leaves behind
 SEATS = 4
 
 Text = tuple[str, tuple[int, ...]]  # salt, and whole blocks of token ids
@@ -32,7 +32,7 @@ def make_pool(num_blocks: int, block_size: int) -> PrefixCachingPool:
 
 
 def texts(tree: PrefixTree) -> dict[Text, Node]:
-    """Every node by the whole text that leads to it."""
+    """Return every node, by the text of its whole path."""
     found: dict[Text, Node] = {}
     parents: dict[Node, Text] = {}
     for _, node in tree.walk():
@@ -47,12 +47,12 @@ def texts(tree: PrefixTree) -> dict[Text, Node]:
 
 
 def column(pool: PrefixCachingPool, slot: int, index: int) -> int:
-    """The row of the flat store where a sequence has its column `index`."""
+    """Return the row of the flat store with column `index` of a sequence."""
     return pool.block_table(slot)[index // pool.block_size] * pool.block_size + index % pool.block_size
 
 
 class Sharing:
-    """A pool, the requests that hold parts of it, and a plain account of texts, users and times of last use."""
+    """A pool, its requests, and a plain account of cached texts, their users and the times of their last use."""
 
     def __init__(self, pool: PrefixCachingPool, seed: int = 0) -> None:
         self.pool = pool
@@ -62,7 +62,7 @@ class Sharing:
         self.operations = 0
         self.hits = self.evicted = self.preemptions = self.twins = self.refused = 0
         self._names, self._ticks = itertools.count(), itertools.count(1)
-        self._account: dict[Text, int] = {}  # when each text was last let go of
+        self._account: dict[Text, int] = {}  # text -> the time of its last release
         self._held: dict[str, set[Text]] = {}  # by request
         self._evict = pool.tree.evict
         pool.tree.evict = self.evict  # type: ignore[method-assign]
@@ -75,7 +75,7 @@ class Sharing:
         return [(request.cache_salt, tuple(ids[:end])) for end in range(size, columns + 1, size)]
 
     def expected_hits(self, request: Request) -> int:
-        """Columns, by the account."""
+        """Return the number of hit columns that the account predicts."""
         hits = 0
         for text in self.blocks_of(request, len(request.token_ids) - 1):
             if text not in self._account:
@@ -87,7 +87,7 @@ class Sharing:
         return set().union(*self._held.values())
 
     def evict(self, count: int) -> list[int]:
-        """The tree's eviction, which must take the leaf that nobody uses and was let go of the longest ago."""
+        """Evict from the tree, which must take the unused leaves that were released the longest ago."""
         before = {text: node.block for text, node in texts(self.pool.tree).items()}
         blocks = self._evict(count)
         expected: list[int] = []
@@ -112,7 +112,7 @@ class Sharing:
         return request
 
     def admit(self) -> bool:
-        """The first who waits, as far as there is memory."""
+        """Admit the first waiting request if memory and seats allow it. Returns whether it was admitted."""
         request, pool = self.waiting[0], self.pool
         free, tokens = pool.free_token_capacity(), len(request.token_ids)
         cost, hits = pool.cost(request, tokens), self.expected_hits(request)
@@ -150,7 +150,7 @@ class Sharing:
         assert self.pool.free_token_capacity() >= free, "what it had reserved for them is free again"
 
     def chunk(self, request: Request, tokens: int, *, write: float | None = None) -> PrefillChunk:
-        """The next tokens of a prompt; `write` instead of their ids."""
+        """Compute the next tokens of a prompt. `write` is stored instead of their ids."""
         start = request.prefill_progress
         chunk = PrefillChunk(request, start, min(start + tokens, len(request.token_ids)))
         self.write(request, chunk.start, chunk.end, write)
@@ -166,7 +166,7 @@ class Sharing:
                 layer.view(-1)[row] = float(request.token_ids[index]) if value is None else value
 
     def commit(self, chunk: PrefillChunk) -> None:
-        """The pass has succeeded: lengths move, full blocks are registered, a whole prompt has its next token."""
+        """End a pass that succeeded: lengths grow, full blocks are registered, a whole prompt gets a token."""
         request = chunk.request
         assert request.slot is not None
         self.pool.view([Span.exact(request.slot, chunk.start, chunk.end)]).advance()
@@ -185,13 +185,13 @@ class Sharing:
         self.pool.register_prefix(request, columns)
 
     def fail(self, chunk: PrefillChunk) -> None:
-        """The pass has failed, after it had written: nothing of it is registered."""
+        """End a pass that failed after writing. None of its blocks may be registered."""
         self.pool.register_prefix(chunk.request, chunk.end)
         chunk.request.fail(RuntimeError("told to fail"))
         self.let_go(chunk.request)
 
     def nan(self, request: Request, tokens: int) -> None:
-        """The pass has succeeded, and what it wrote is no number."""
+        """Run a pass that writes NaN and succeeds. None of its blocks may be registered."""
         chunk = self.chunk(request, tokens, write=math.nan)
         assert request.slot is not None
         self.pool.view([Span.exact(request.slot, chunk.start, chunk.end)]).advance()
@@ -202,7 +202,7 @@ class Sharing:
         assert set(texts(self.pool.tree)) == nodes
 
     def decode(self, request: Request) -> None:
-        """A column for the latest token, the youngest giving up theirs if need be."""
+        """Compute a column for the latest token. If memory is short, the latest requests are preempted."""
         while request in self.active and not self.pool.reserve(request, len(request.token_ids)):
             victim = max(self.active, key=lambda r: r.arrival)
             self.register_all(victim)
@@ -223,7 +223,7 @@ class Sharing:
         self.let_go(request)
 
     def register_all(self, request: Request) -> None:
-        """A sequence that leaves registers all it has computed."""
+        """Register all computed full blocks of a sequence that leaves, in the account."""
         assert request.slot is not None
         held = self._held[request.request_id]
         for text in self.blocks_of(request, self.pool.get_seq_len(request.slot)):
@@ -270,7 +270,7 @@ def is_below(text: Text, above: Text) -> bool:
 
 
 def act(sharing: Sharing) -> None:
-    """One random operation, and everything checked."""
+    """Do one random operation, and check everything."""
     draw = sharing.draw
     sharing.operations += 1
     prefilling = [r for r in sharing.active if r.state is RequestState.PREFILL]
@@ -304,7 +304,7 @@ def act(sharing: Sharing) -> None:
 
 
 def run_down(sharing: Sharing) -> None:
-    """Everybody leaves: all that is not free is cached, and a reset frees it."""
+    """End all requests. Then every block must be free or cached, and a reset must free the cached ones."""
     sharing.waiting.clear()
     for request in list(sharing.active):
         sharing.finish(request)

@@ -1,4 +1,4 @@
-"""A fault in each place while blocks are shared: neighbours keep their tokens, and audits find nothing."""
+"""Faults in different places while blocks are shared: neighbours keep their tokens, and audits find no leak."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine_of(model: Any = None, **options: Any) -> Engine:
 
 
 def sick_prompt() -> list[int]:
-    """Its second chunk is what fails, or is no number."""
+    """Return a prompt whose second chunk has the allergen, so that it fails or gives NaN."""
     return [*SHARED, 7, 7, ALLERGEN, *[7] * (2 * CHUNK)]
 
 
@@ -73,7 +73,7 @@ def test_a_pass_fails_after_its_first_chunk_was_shared(mixed: bool) -> None:
 
 
 def test_nothing_of_a_failed_pass_is_found() -> None:
-    """It had written its columns when it failed; they were whole blocks."""
+    """The pass fails after it has written whole blocks."""
     model = RememberingModel()
     engine = engine_of(model)
 
@@ -92,7 +92,7 @@ def test_nothing_of_a_failed_pass_is_found() -> None:
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_nan_in_chunk_2_is_not_registered(mixed: bool) -> None:
-    """Only the last chunk has logits to look at; what was written is looked at in every one."""
+    """Only the last chunk has logits to check, so the written keys and values of every chunk are checked."""
     model = nan_model()
     engine = engine_of(model, mixed_batches=mixed)
     sick = add(engine, sick_prompt(), greedy(4))
@@ -113,7 +113,7 @@ def test_a_nan_in_chunk_2_is_not_registered(mixed: bool) -> None:
 
 
 def test_a_nan_that_comes_and_goes_stays_with_the_one_it_befell() -> None:
-    """A prompt of its own is no reason: the next one with the same prompt is answered."""
+    """A fault of the memory, not the prompt, causes the NaN. Blocks computed from it are not registered."""
     model = nan_model()
     engine = engine_of(model)
     pool = caching(engine)
@@ -125,7 +125,7 @@ def test_a_nan_that_comes_and_goes_stays_with_the_one_it_befell() -> None:
     def broken(spans: Any) -> Any:
         table = pool.block_table(unlucky.slot if unlucky.slot is not None else 0)
         for layer in (*pool.k, *pool.v):
-            layer[table[1], 0] = math.nan  # in the block that others share, too: a fault of the memory
+            layer[table[1], 0] = math.nan  # in a shared block: a fault of the memory
         return view(spans)
 
     pool.view = broken  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def test_a_nan_that_comes_and_goes_stays_with_the_one_it_befell() -> None:
 
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_a_nan_among_the_logits_registers_no_answer(when: str) -> None:
-    """The model's keys are sound and its logits are not: what was sampled from stays out of the tree."""
+    """The keys are finite, but the logits are NaN. Tokens sampled from them stay out of the tree."""
 
     def rule(token_ids: list[int]) -> Any:
         limit = len(SHARED) if when == "prefill" else len(SHARED) + 6
@@ -194,7 +194,7 @@ def test_a_leak_beside_a_full_tree_is_reclaimed_and_the_tree_is_not() -> None:
 
 
 class Unreadable:
-    """A layer's store that there is no memory to look at."""
+    """A layer's store whose check runs out of memory."""
 
     def __getitem__(self, _: object) -> None:
         raise torch.OutOfMemoryError("a little too much")
@@ -220,7 +220,7 @@ def test_out_of_memory_while_a_prefix_is_looked_at_only_leaves_it_unshared(
         unlucky = add(engine, [*SHARED, 1, 2], greedy(9))
         outputs = run(engine)
     assert engine.dead is None
-    # Its prompt's two blocks by the time they are computed, four in all once it has ended.
+    # The prompt's two blocks are registered when they are computed, and all four when the request ends.
     assert len(list(pool.tree.walk())) == (2 if when == "release" else 4)
     heir = add(engine, [*SHARED, 1, 3], greedy(9))
     outputs += run(engine)
@@ -229,7 +229,7 @@ def test_out_of_memory_while_a_prefix_is_looked_at_only_leaves_it_unshared(
 
 
 def test_blocks_are_looked_at_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a long prompt's blocks may be the memory that is missing."""
+    """There may be no memory for a copy of a long prompt's blocks."""
     engine = engine_of(block_size=8, max_seq_len=128, prefill_chunk_size=96)
     largest = 0
 

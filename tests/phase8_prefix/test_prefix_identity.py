@@ -1,8 +1,8 @@
-"""What is found in the cache gives the tokens and the logits of what is computed, whoever computed it.
+"""Prefix hits give the same tokens and logits as computing, whichever request computed the blocks.
 
-The identity suite runs phase 8 beside the others; here is traffic that shares: conversations that begin alike and
-go on from their own answers, cold and warm, with enough memory and with too little. The model is Gemma, which has
-windows, and all that the other architectures have.
+The identity suite runs phase 8 beside the others. These tests have shared prefixes: conversations that begin alike
+and continue their own answers, with a cold and a warm cache, with enough memory and with too little. The model is
+Gemma, which has windows and all features of the other architectures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.identity.support import (
 )
 from tests.pools import assert_consistent, caching
 
-SYSTEM = 70  # tokens that all begin with: no multiple of any block size but 1, past Gemma's windows
+SYSTEM = 70  # shared first tokens: no multiple of a block size but 1, and more than Gemma's windows
 NEW = 9
 
 
@@ -36,21 +36,21 @@ def trained() -> Subject:
 
 
 def params_of(index: int) -> SamplingParams:
-    """Every other one is sampled."""
+    """Return sampling parameters: every second request is sampled, the others are greedy."""
     if index % 2:
         return SamplingParams(temperature=0.9, seed=index, top_p=0.95, max_new_tokens=NEW, ignore_eos=True)
     return SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 
 
 def first_turns(subject: Subject) -> list[Arrival]:
-    """0 to 40 tokens of their own after the shared ones, twice the same; a burst, and some who come later."""
+    """Return prompts with 0 to 40 own tokens after the shared ones, two of them equal. Half arrive later."""
     system = prompt_of(subject, SYSTEM, seed=1)
     own = [prompt_of(subject, n, seed=10 + n) if n else () for n in (26, 0, 1, 40, 10, 40)]
     return [Arrival(3 * (i // 3), (*system, *each), params_of(i)) for i, each in enumerate(own)]
 
 
 def next_turns(arrivals: Sequence[Arrival], tokens: dict[str, list[int]], subject: Subject) -> list[Arrival]:
-    """Prompt, answer, and a few words more; in another order."""
+    """Return prompts of prompt, answer and a few more tokens, in another order."""
     turns = [
         Arrival(i, (*a.prompt, *tokens[str(i)], *prompt_of(subject, 5, seed=i)), params_of(i + 1))
         for i, a in enumerate(arrivals)
@@ -60,7 +60,7 @@ def next_turns(arrivals: Sequence[Arrival], tokens: dict[str, list[int]], subjec
 
 
 def check(subject: Subject, options: dict[str, Any], *, rounds: int = 3) -> Any:
-    """Several turns on one engine, each as it is alone: the engine's counters."""
+    """Serve several turns on one engine, and compare each with the request alone. Returns the engine's counters."""
     variant = Variant("phase8_prefix", options)
     engine = subject.engine(variant, max_seq_len=200)
     arrivals = first_turns(subject)
@@ -78,7 +78,7 @@ def check(subject: Subject, options: dict[str, Any], *, rounds: int = 3) -> Any:
 @pytest.mark.parametrize("chunk", [1, 7, 16, 512])
 def test_cold_and_warm(trained: Subject, chunk: int, block_size: int) -> None:
     counters = check(trained, {"block_size": block_size, "prefill_chunk_size": chunk}, rounds=2)
-    least = SYSTEM * 3 // 4 * 8  # most of what could be found, of the system prompt alone
+    least = SYSTEM * 3 // 4 * 8  # most of the possible hits in the system prompt
     assert counters.cached_tokens > least
     assert counters.evictions == 0
 
@@ -86,7 +86,7 @@ def test_cold_and_warm(trained: Subject, chunk: int, block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_with_too_little_memory(trained: Subject, mixed: bool, block_size: int) -> None:
-    """Blocks are evicted, and sequences preempted, which find their own blocks or do not."""
+    """Blocks are evicted, and sequences are preempted. Their own blocks may be evicted, too."""
     counters = check(
         trained,
         {
@@ -114,7 +114,7 @@ def test_random_weights_hide_nothing(block_size: int) -> None:
 
 
 def test_without_caching_nothing_is_found(trained: Subject) -> None:
-    """Or the comparisons above would be of one thing with itself."""
+    """Otherwise the comparisons above would compare the cache with itself."""
     arrivals = first_turns(trained)
     engine = trained.engine(Variant("phase8_prefix", {"enable_prefix_caching": False}), max_seq_len=200)
     tokens = serve(engine, arrivals)

@@ -1,4 +1,4 @@
-"""Who begins where, who is admitted for what price, and what clients are told of it."""
+"""Where prefill begins, the memory that admission charges, and the hits that clients see."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own(number: int, length: int = 5) -> list[int]:
     ("length", "found"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (24, 20), (25, 24), (60, 24)]
 )
 def test_at_least_the_last_token_is_computed(length: int, found: int) -> None:
-    """A prompt that is there whole finds all but its last block, or all but the block its last token is in."""
+    """Even if the whole prompt is cached, the block of its last token is no hit."""
     engine = engine_of()
     first = add(engine, SYSTEM, greedy(1))
     outputs = run(engine)
@@ -93,7 +93,7 @@ def test_whoever_is_next_looks_for_hits_and_only_in_a_tree_that_has_grown(
 ) -> None:
     engine = engine_of(400, max_batch_size=20, max_waiting_requests=20)
     requests = [add(engine, own(i, 16), greedy(20)) for i in range(20)]
-    outputs = engine.step()  # admits all: each has looked, and found nothing
+    outputs = engine.step()  # admits all requests; none has a hit
     looked: list[int] = []
     match = PrefixTree.match
 
@@ -102,10 +102,10 @@ def test_whoever_is_next_looks_for_hits_and_only_in_a_tree_that_has_grown(
         return match(tree, token_ids, *others)
 
     monkeypatch.setattr(PrefixTree, "match", recorded)
-    for _ in range(4):  # a prompt has 40 tokens, a step 8
+    for _ in range(4):  # prompts of 40 tokens, 8 a step
         outputs += engine.step()
     assert (requests[0].prefill_progress, looked) == (40, []), "while the first one prefills nobody is next"
-    for _ in range(6):  # 16 tokens that nobody has computed: two steps each
+    for _ in range(6):  # each has 16 tokens that are not cached, which take two steps
         outputs += engine.step()
     assert looked == [1, 2, 3]
     pool = caching(engine)
@@ -131,7 +131,7 @@ def test_a_hit_is_not_begun_those_who_have_computed_go_on_first() -> None:
 
 
 def test_twins_are_kept_until_their_sequence_lets_go() -> None:
-    """Two compute the same at the same time: one's blocks enter the tree, the other keeps its own."""
+    """Two requests compute the same prompt at once. One's blocks enter the tree, the other keeps its own."""
     engine = engine_of(prefill_token_budget=None)
     first, second = (add(engine, SYSTEM, greedy(4)) for _ in range(2))
     outputs = [o for _ in range(3) for o in engine.step()]
@@ -165,7 +165,7 @@ def test_only_the_same_salt_shares() -> None:
 
 
 def active_beside(engine: Engine, prompt: list[int]) -> Request:
-    """Somebody who decodes."""
+    """Add a request, and step until it decodes."""
     holder = add(engine, prompt, greedy(20))
     while holder.state is not RequestState.DECODE:
         engine.step()
@@ -173,7 +173,7 @@ def active_beside(engine: Engine, prompt: list[int]) -> Request:
 
 
 def test_hits_on_blocks_in_use_cost_nothing() -> None:
-    """80 % of the free pool hold no stranger's 48 tokens, but 24 that follow on 24 of one who is active."""
+    """48 new tokens do not fit into 80 % of the free pool. If 24 of them are hits in use, the other 24 do."""
     engine = engine_of(18)
     holder = active_beside(engine, SYSTEM)
     stranger = add(engine, [1] * 48, greedy(1))
@@ -189,7 +189,7 @@ def test_hits_on_blocks_in_use_cost_nothing() -> None:
 
 
 def test_hits_on_blocks_that_nobody_uses_cost_what_they_were_worth() -> None:
-    """They count as free until they are used: once, and not twice."""
+    """Unused cached blocks count as free memory, so a hit on them is charged."""
     engine = engine_of(18)
     add(engine, SYSTEM, greedy(1))
     run(engine)
@@ -207,7 +207,7 @@ def test_first_come_stays_first_served_however_hot_the_next_ones_prefix() -> Non
 
 
 def test_a_prompt_that_fits_the_pool_never_waits_forever() -> None:
-    """The tree is full; everything of it can be had."""
+    """The tree fills the pool, but all of its blocks can be evicted."""
     engine = engine_of(10)
     outputs: list[StepOutput] = []
     requests = []
@@ -219,7 +219,7 @@ def test_a_prompt_that_fits_the_pool_never_waits_forever() -> None:
 
 
 def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:
-    """All there is is used by those who run: newcomers wait, decoders preempt, and all are answered in the end."""
+    """Running requests use all blocks. New requests wait, decoding ones preempt, and all are answered at last."""
     engine = engine_of(11, max_batch_size=4, prefill_token_budget=None)
     pool = caching(engine)
     requests = [add(engine, [i + 1] * 13, greedy(12)) for i in range(4)]
@@ -251,7 +251,7 @@ def test_one_who_was_preempted_finds_its_own_blocks_and_they_are_no_hits() -> No
     assert_answered(outputs, requests)
 
 
-# ---------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------- outputs and telemetry
 
 
 def test_every_output_says_what_was_found() -> None:
@@ -278,7 +278,7 @@ def test_telemetry_has_the_hit_rate_and_the_steps_have_the_hits() -> None:
 
 
 def test_a_reset_forgets_those_who_are_done_and_not_retired_yet() -> None:
-    """Their clients have their answers, and may ask for it at once."""
+    """Their clients have their answers, and may request the reset at once."""
     engine = engine_of()
     done = add(engine, [5] * 8, greedy(1))
     engine.step()

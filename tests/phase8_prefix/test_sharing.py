@@ -1,4 +1,4 @@
-"""Who holds what, under any history; and checks that catch the mistakes there are to make."""
+"""Shared blocks in random histories, and proof that the checks catch typical mistakes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_100_000_operations(num_blocks: int, block_size: int) -> None:
     assert min(sharing.preemptions, sharing.twins) > 10
 
 
-# ---------------------------------------------------------------------- mistakes, each of which must be caught
+# ---------------------------------------------------------------------- mistakes that must be caught
 
 
 class ReferenceDroppedEarly(PrefixTree):
@@ -56,21 +56,21 @@ class ReferenceDroppedEarly(PrefixTree):
 
 
 class ReferenceKept(PrefixTree):
-    """Who leaves forgets its last node."""
+    """A sequence that leaves does not release its last node."""
 
     def release(self, path: Sequence[Node]) -> None:
         super().release(path[:-1])
 
 
 class ParentBeforeChild(PrefixTree):
-    """A path is let go from its start."""
+    """A path is released from its root, not from its leaf."""
 
     def release(self, path: Sequence[Node]) -> None:
         super().release(path[::-1])
 
 
 class LatestFirst(PrefixTree):
-    """What was used last is evicted first."""
+    """The node that was used last is evicted first."""
 
     def evict(self, count: int) -> list[int]:
         self._unused = type(self._unused)(reversed(self._unused.items()))
@@ -83,7 +83,7 @@ class SaltIgnored(PrefixTree):
 
 
 class HashOnly(PrefixTree):
-    """Texts are the same if they have the same sum."""
+    """Blocks with the same tokens in another order count as equal."""
 
     def _keys(self, token_ids: Sequence[int], salt: str, first: int) -> Iterator[Key]:
         for key in super()._keys(token_ids, salt, first):
@@ -92,7 +92,7 @@ class HashOnly(PrefixTree):
 
 
 class NewcomerUncounted(PrefixTree):
-    """Who inserts what is there already does not hold it."""
+    """A sequence that inserts an existing node does not hold it."""
 
     def insert(self, *args: Any) -> list[Node]:
         known = {node: node.users for _, node in self.walk()}
@@ -102,7 +102,7 @@ class NewcomerUncounted(PrefixTree):
 
 
 class UncommittedInserted(PrefixCachingPool):
-    """A pass that has failed registers what it should have computed."""
+    """A failed pass registers the blocks that it should have computed."""
 
     def register_prefix(self, request: Request, columns: int) -> None:
         assert request.slot is not None
@@ -124,21 +124,21 @@ class HalfABlockInserted(PrefixCachingPool):
 
 
 class CountedTwice(PrefixCachingPool):
-    """A hit that nobody holds is not paid for, and counts as free, too."""
+    """A hit on an unused block is not charged, although the block counts as free, too."""
 
     def cost(self, request: Request, tokens: int) -> int:
         return self.blocks_for(tokens) * self.block_size - len(self._match(request, ())) * self.block_size
 
 
 class LastTokenFound(PrefixCachingPool):
-    """Nothing is left to compute."""
+    """The last token of a prompt may be a hit, so no token is left to compute."""
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
         return self.tree.match(request.token_ids, request.cache_salt, held)
 
 
 class UnsoundInserted(PrefixCachingPool):
-    """What was written is not looked at."""
+    """Written keys and values are not checked for NaN."""
 
     def register_prefix(self, request: Request, columns: int) -> None:
         keys, self.k = self.k, [layer.nan_to_num() for layer in self.k]
@@ -161,7 +161,7 @@ SHARING_POOLS = [UncommittedInserted, HalfABlockInserted, CountedTwice, LastToke
 
 @pytest.mark.parametrize("mistake", [*TREES, *SHARING_POOLS], ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_caught(mistake: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what must hold, or by what stumbles over it later; in a history like those above."""
+    """In random histories, the checks fail, or later operations raise."""
     if issubclass(mistake, PrefixTree):
         monkeypatch.setattr("phase8_prefix.cache.PrefixTree", mistake)
     else:

@@ -1,4 +1,4 @@
-"""The tree by itself: what matches, what is evicted first, and how much work that is."""
+"""The tree alone: matching, the order of eviction, and the amount of work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def blocks(path: list[Node]) -> list[int]:
 
 
 def tree_of(*texts: list[int], block_size: int = 2) -> PrefixTree:
-    """Texts that nobody uses, inserted one after the other; blocks are numbered on."""
+    """Return a tree with these texts, which no request uses. Blocks are numbered in the order of insertion."""
     tree = PrefixTree(block_size)
     named = 0
     for text in texts:
@@ -99,7 +99,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_the_work_is_in_the_blocks_named_not_in_the_tree() -> None:
-    """Nothing searches what is evictable: it is entered at one end, taken from the other, and found by its name."""
+    """No operation searches the unused nodes: they are added at one end, taken from the other, or found by key."""
 
     class Ends(OrderedDict[Any, Any]):
         def __iter__(self) -> NoReturn:

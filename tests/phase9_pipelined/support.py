@@ -1,4 +1,4 @@
-"""A stream that does nothing until it is told to, and engines on it."""
+"""A stream that runs work only when a test says so, and engines that use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Work(Pending):
-    """Something that was handed in."""
+    """Work that was submitted to a `ManualStream`."""
 
     def __init__(self, stream: ManualStream, name: str, run: Callable[[], tuple[Tensor, ...]]) -> None:
         self.name = name
@@ -52,11 +52,11 @@ class Work(Pending):
 
 
 class ManualStream(Stream):
-    """Work is done, in order, when a test says so, or because somebody waits for it.
+    """Runs submitted work in order, when a test calls `finish` or the engine waits for it.
 
     Attributes:
-        log: what was handed in, done and waited for, numbered by the kind of work: "submit forward 2".
-        faults: what some work raises instead of being done, by its name: "forward 2".
+        log: submissions, executions and waits, numbered by the kind of work: "submit forward 2".
+        faults: errors that work raises instead of running, by its name: "forward 2".
     """
 
     def __init__(self) -> None:
@@ -110,13 +110,13 @@ class ManualStream(Stream):
         self.finish()
 
     def finish(self, up_to: Work | None = None) -> None:
-        """Do what was handed in: all of it, or all up to this."""
+        """Run all submitted work, or all up to and including `up_to`."""
         while self.queue and not (up_to is not None and up_to.is_done):
             self.queue.popleft().execute()
 
 
 def engine_of(model: Any = None, **options: Any) -> tuple[Engine, ManualStream]:
-    """An engine whose work is done when the test says so."""
+    """Build an engine on a `ManualStream`. Returns both."""
     engine = build("phase9_pipelined", model, **options)
     runner = runner_of(engine)
     stream = ManualStream()

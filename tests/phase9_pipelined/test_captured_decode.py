@@ -1,4 +1,4 @@
-"""Decode steps as a graph on a GPU takes them: indices in one tensor, rows filled up, memory that stays."""
+"""Decode steps in the form for a GPU's graphs: indices in one tensor, padded rows, tensors that stay in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.phase9_pipelined.support import runner_of
 
 
 class RowStream(ThreadStream):
-    """Runs work by rows in stand-ins of graphs."""
+    """Runs work by rows in stand-ins for graphs."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class RowStream(ThreadStream):
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
-    """Triton's kernel, interpreted, decodes on a CPU."""
+    """Decode on a CPU with Triton's kernel in the interpreter."""
     for module in (kernels.attention, phase9_pipelined.runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
 
@@ -68,7 +68,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (0, 1)), 2])
 def test_rows_that_fill_up_change_nothing(depth: int) -> None:
-    """Sequences come and go, blocks change hands, and five rows are computed as six."""
+    """Sequences come and go, blocks are reused, and a batch of five rows is padded to six."""
     model = tiny_model()
     options = {"pipeline_depth": depth, "max_batch_size": 6, "block_size": 4, "num_blocks": 24}
     engine = build("phase9_pipelined", model, **options)
@@ -92,8 +92,8 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("prefill_chunk_size", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By each seat's own parameters and numbers, of which three are sent together: after a preemption, at
-    another's seat, beside requests whose tokens are sampled after the graph, and beside chunks of prompts."""
+    """Tokens are drawn with each seat's own parameters and random numbers, which are sent three at a time. Cases:
+    after a preemption, at a reused seat, beside requests that are sampled after the graph, and beside chunks."""
     monkeypatch.setattr(common.device_seats, "UNIFORMS", 3)
     model = tiny_model()
     options = {
@@ -134,7 +134,7 @@ def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pyt
 )
 @pytest.mark.usefixtures("interpreted")
 def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
-    """The host forgets what the device should hold, and sends it again."""
+    """After the failure, the host assumes nothing about the device's state, and sends it again."""
     model = tiny_model()
     engine = build("phase9_pipelined", model, max_batch_size=3, block_size=4, num_blocks=40)
     runner = runner_of(engine)
@@ -160,7 +160,7 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
 )
 @pytest.mark.usefixtures("interpreted")
 def test_guesses_are_verified_by_the_paged_kernel() -> None:
-    """Decode, guesses and chunks of prompts in one launch."""
+    """Decode, guesses and chunks of prompts run in one launch."""
     model = tiny_model()
     options = {"max_batch_size": 3, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 8}
     engine = build("phase10_speculative", model, draft_length=4, draft_rows=12, **options)
@@ -188,7 +188,7 @@ def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
         assert behind.wait()[0].tolist() == [2 * (i % 10) * (i + 1) for i in range(count)]
     kept.zero_()
     assert not stream.submit("look up", look_up, [rows], by_row=True).wait()[0].any(), "read when replayed"
-    # A call and a capture for each size; over the largest there is none.
+    # Each size has a call and a capture. Above the largest size there is only the call.
     assert called == [4, 4, 1, 1, 32, 32, 300, 2, 2]
     assert not stream.graphs.failed
 

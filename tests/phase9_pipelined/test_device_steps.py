@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published 
 
 @pytest.fixture(autouse=True)
 def finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block's numbers are read on a stream for looks, which waits for no pass."""
+    """Skip the check of blocks for NaN. It reads from the device, but on a stream of its own."""
     monkeypatch.setattr(PrefixCachingPool, "_are_finite", lambda *_: True)
 
 
@@ -38,7 +38,7 @@ def engine_of(phase: str, model: CausalLM, graph_sizes: Sequence[int] = (), **op
 
 
 def model_of(name: str) -> CausalLM:
-    """A model whose weights have no memory."""
+    """Return a model whose weights are on the meta device, without memory."""
     config = open_checkpoint(f"zoo:{name}-tiny").config
     return _without_memory(config, torch.bfloat16, 256)
 
@@ -46,7 +46,7 @@ def model_of(name: str) -> CausalLM:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("phase", ["phase9_pipelined", "phase10_speculative"])
 def test_a_step_makes_no_blocking_copy(phase: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in chunks beside decode, every kind of sampling, growing block tables."""
+    """Steps mix chunks of prompts, decode and every kind of sampling, and block tables grow."""
     use_kernels(monkeypatch, Counter())
     engine = engine_of(phase, model_of(name), prefill_chunk_size=16, num_blocks=200, max_batch_size=6)
     params = [
@@ -66,13 +66,13 @@ def test_a_step_makes_no_blocking_copy(phase: str, name: str, monkeypatch: pytes
         assert copies.blocking == []
         most, steps = max(most, copies.sent), steps + 1
     assert steps > 12
-    # Of a pass with prompts: its indices and tokens; entries of block tables; parameters of sampling; tokens after
-    # wrong guesses. Of decode: entries; changes at seats; the seats; parameters of sampling.
+    # A pass with prompts sends its indices and tokens, block table entries, sampling parameters, and tokens after
+    # wrong guesses. A decode pass sends block table entries, changes at seats, the seats, and sampling parameters.
     assert most == 4
 
 
 def test_a_decode_step_is_sent_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two greedy and two sampled sequences in a graph of four rows: nothing in most steps."""
+    """With two greedy and two sampled sequences in a graph of four rows, most steps send nothing."""
     use_kernels(monkeypatch, Counter())
     engine = engine_of("phase9_pipelined", model_of("llama"), [4], max_batch_size=4, num_blocks=300)
     given = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
@@ -109,7 +109,7 @@ def test_a_decode_step_is_sent_what_has_changed(monkeypatch: pytest.MonkeyPatch)
 def test_launches_and_memory_of_sampling(
     fields: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without changes of scores, one launch and no memory beside the logits."""
+    """If no scores are changed, sampling is one launch and needs no memory beside the logits."""
     launches, vocab = Launches(), 128_000
     use_kernels(monkeypatch, launches.found)
     requests = [Request(str(i), [1, 2], SamplingParams(**fields), frozenset([7])) for i in range(4)]

@@ -1,4 +1,4 @@
-"""The order in which steps are launched, done and read, on a stream that does nothing until it is told to."""
+"""The order in which steps are launched, executed and read, on a stream that runs work when the test says so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def computed(model: RememberingModel) -> list[tuple[tuple[int, ...], tuple[int, 
 
 
 def started(count: int = 1, **options: Any) -> tuple[Engine, ManualStream, list[Request]]:
-    """An engine whose requests have had their first step launched."""
+    """Build an engine with requests whose first step is launched."""
     engine, stream = engine_of(**options)
     requests = [add(engine, [*PROMPT, i], greedy(20)) for i in range(count)]
     assert engine.step() == []
@@ -148,7 +148,7 @@ def test_planning_changes_nothing() -> None:
 
 
 def ending_at(count: int) -> RememberingModel:
-    """EOS as the token after so many."""
+    """Return a model whose token number `count` is EOS."""
 
     def rule(token_ids: list[int]) -> int:
         return EOS if len(token_ids) == len(PROMPT) + count - 1 else chained(token_ids)
@@ -313,7 +313,7 @@ def test_a_step_leaves_the_queue_only_once_it_is_committed(monkeypatch: pytest.M
 
 
 def test_no_request_is_preempted_while_steps_are_in_flight() -> None:
-    """Two grow into the last block: all is read before one of them gives way, and only one does."""
+    """Two requests need the last block. All steps are read before one of them is preempted, and only one is."""
     engine, _stream = engine_of(block_size=4, num_blocks=6, max_batch_size=2, max_seq_len=24)
     requests = [add(engine, [9, i, 9], greedy(14)) for i in range(2)]
     outputs = []
@@ -384,11 +384,11 @@ def test_a_request_cancelled_during_a_pause_ends_and_its_memory_is_free() -> Non
     assert_all_free(engine)
 
 
-# ---------------------------------------------------------------------- mistakes, each of which is caught
+# ---------------------------------------------------------------------- mistakes that are caught
 
 
 def traffic(**options: Any) -> None:
-    """Requests that end in every way, in little memory, and others that take their places."""
+    """Serve requests in little memory. They end in different ways, and others take their seats."""
     engine, _ = engine_of(**({"block_size": 4, "num_blocks": 9, "max_batch_size": 3} | options))
     requests = [add(engine, [i, *[9] * i], greedy(3 + 3 * i)) for i in range(5)]
     outputs = engine.step() + engine.step()
@@ -485,7 +485,7 @@ MISTAKES = [
 
 
 def complaints() -> Iterator[Exception]:
-    """What the checks object to."""
+    """Yield the errors that the checks raise."""
     for check in CHECKS:
         try:
             check()

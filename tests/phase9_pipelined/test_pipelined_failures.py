@@ -1,4 +1,4 @@
-"""A fault in each place: while a step is handed in, while it computes, when its results are read."""
+"""Faults in different places: while a step is submitted, while it computes, when its results are read."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_request_can_be_cancelled_while_its_step_fails() -> None:
 
 
 class Lost(torch.AcceleratorError):
-    """As a device raises whose state is unknown."""
+    """The error of a device whose state is unknown."""
 
     def __init__(self) -> None:
         RuntimeError.__init__(self, "an illegal memory access was encountered")
@@ -95,7 +95,7 @@ class Lost(torch.AcceleratorError):
 def test_a_lost_device_fails_every_request_and_none_hangs(place: str) -> None:
     engine, stream = engine_of(max_batch_size=2)
     stream.faults[place] = Lost()
-    requests = [add(engine, [i, 1], greedy(6)) for i in range(4)]  # in flight, and waiting
+    requests = [add(engine, [i, 1], greedy(6)) for i in range(4)]  # some in flight, some waiting
     outputs: list[StepOutput] = []
     while engine.dead is None:
         outputs += engine.step()
@@ -115,7 +115,7 @@ def test_after_out_of_memory_the_engine_goes_on() -> None:
 
 
 def test_a_failed_step_is_bisected_and_so_is_the_one_behind_it() -> None:
-    """One guilty request of sixteen: 2 log2 N passes and a few, where one at a time would be 2 N."""
+    """One guilty request of N = 16 costs 2 log2 N passes and a few. Retrying one by one would cost 2 N."""
     passes: list[int] = []
 
     def before_pass(sequences: list[list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""The steps in flight: which move leads where, and which requests a step holds."""
+"""The steps in flight: legal moves between their situations, and the requests of each step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def launch_three(state: State) -> None:
 
 Move = Callable[[State], None]
 
-#: How each situation is reached. L: launched, S: sampled; the oldest step first.
+#: The moves that lead to each situation. L: a launched step, S: a sampled step; the oldest comes first.
 SITUATIONS: dict[str, list[Move]] = {
     "": [],
     "L": [launch],
@@ -81,7 +81,7 @@ SITUATIONS: dict[str, list[Move]] = {
     "SL": [launch, sample, launch],
     "SS": [launch, sample, launch, sample],
 }
-#: Where each legal move leads. All other moves are refused.
+#: The situation after each legal move. All other moves are refused.
 LEGAL: dict[tuple[str, Move], str] = {
     ("", launch): "L",
     ("L", sample): "S",
@@ -101,10 +101,10 @@ MOVES: list[Move] = [
     launch_twice_the_same_request,
 ]
 CASES = [(situation, move) for situation in SITUATIONS for move in MOVES]
-#: Sequences of moves, each legal but the last, and the situation that its refusal leaves.
+#: A situation, moves whose last one is refused, and the situation after the refusal.
 SEQUENCES: list[tuple[str, Move, str]] = [
     ("", complete_twice, ""),
-    ("S", complete_twice, "SS"),  # it is not the oldest: refused the first time
+    ("S", complete_twice, "SS"),  # already the first completion is refused: the step is not the oldest
     ("L", sample_twice, "S"),
     ("SL", sample_twice, "SS"),
     ("", launch_three, "SS"),
@@ -203,7 +203,7 @@ def test_a_request_counts_the_steps_in_flight_that_compute_for_it() -> None:
 
 
 class Membership(RuleBasedStateMachine):
-    """Any legal history: a request is in flight as often as it is a member of a step in flight."""
+    """After any legal moves, `inflight_refs` of a request is the number of its steps in flight."""
 
     def __init__(self) -> None:
         super().__init__()

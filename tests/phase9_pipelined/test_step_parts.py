@@ -1,4 +1,4 @@
-"""The parts of steps that run ahead: what the host and the stream do, and when."""
+"""The timed parts of steps that run ahead, on the host and on the stream."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_step_has_the_hosts_parts_and_the_streams(depth: int) -> None:
     }
     assert all(part.began_s <= part.ended_s for part in parts)
     forwards = [part for part in parts if part.what == "forward"]
-    # The stream may be as far ahead as the pipeline is deep.
+    # The stream may have run up to `depth` passes more or fewer than the host's steps.
     assert abs(len(forwards) - 5) <= max(1, depth)
     if depth == 0:  # nothing computes while the host reads
         commits = [part.began_s for part in parts if part.what == "commit"]

@@ -1,4 +1,4 @@
-"""The order of work on a GPU's streams, traced on stand-ins: a copy and a look wait for their own work only."""
+"""The order of work on a GPU's streams, with stand-ins: a copy waits for its own work only, a look for none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.phase9_pipelined.support import runner_of
 
 
 class Trace:
-    """Stand-ins for CUDA's streams and events. A stream computes in order: behind a wait, everything waits.
+    """Records calls of stand-ins for CUDA's streams and events. On a stream, all work after a wait waits, too.
 
     Attributes:
         current: the streams that are entered, the innermost last.
-        submitted: number of works that have been submitted to the compute stream.
-        waits: for each stream, the works that its queue waits for, in order.
+        submitted: number of submissions to the compute stream.
+        waits: for each stream, the numbers of the submissions that it waits for, in order.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Marks the end of the latest work."""
+    """Marks the end of the latest submission."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self.work = trace, 0

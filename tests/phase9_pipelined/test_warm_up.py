@@ -1,4 +1,4 @@
-"""What is recorded before the first client comes, and how many threads are to play it."""
+"""The warm-up: the passes that are recorded before the first client, and the number of threads that play them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_native
 def test_a_recording_that_fails_late_fails_nobody_else() -> None:
-    """The first to ask for something pays for its recording; that goes wrong for it alone."""
+    """If a recording fails during a request, its pass is computed without a tape."""
     engine = zoo_engine()
     plain = engine.create_request(
         [5, 6, 7], SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
@@ -87,7 +87,7 @@ def test_steps_may_be_called_from_python() -> None:
 
 
 class TimedStream(TapeStream):
-    """Passes take as long as the test says, by the number of threads."""
+    """A stream whose passes take the given seconds, by the number of threads."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_pool_too_small_to_try_is_no_reason_to_fail() -> None:
 
 
 def test_graphs_are_captured_up_to_the_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest first. A second call captures all again, and the one that failed."""
+    """The largest graph is captured first. A second call captures all again, also the one that failed."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     engine = zoo_engine(captured_steps=False, max_batch_size=24)
     runner, broken = runner_of(engine), {24}

@@ -1,7 +1,7 @@
-"""Tests of the API run against the first phase, and in the slow suite against the last.
+"""Fixtures of the API's tests, which run against the first phase, and in the slow suite against the last.
 
-The routes know one engine, whatever its phase. An engine of the last phase has the ideas of all others, and gives
-several tokens of a request in one step. Tests that depend on a phase name more of them (`on_phases`).
+All phases have the same routes. The last phase has the features of all others, and may give several tokens of a
+request in one step. Tests that depend on the phase name further phases (`on_phases`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shared_server(phase: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def server(shared_server: ServerProcess) -> Iterator[ServerProcess]:
-    """An ordinary server, which serves the next request whatever the test did."""
+    """An ordinary server. After the test, it must serve the next request."""
     yield shared_server
     shared_server.assert_serves()
 
@@ -53,7 +53,7 @@ def shared_gated(phase: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def gated(shared_gated: ServerProcess) -> Iterator[ServerProcess]:
-    """A server whose forward passes the test holds and breaks, and which must be well again at its end."""
+    """A server whose forward passes the test can hold and break. After the test, it must serve the next request."""
     shared_gated.begin_test()
     yield shared_gated
     shared_gated.order("heal")
@@ -63,6 +63,6 @@ def gated(shared_gated: ServerProcess) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def mortal(phase: str) -> Iterator[ServerProcess]:
-    """A gated server of the test's own, to bring to its end."""
+    """A gated server for one test only, which may end it."""
     with start_gated(phase) as process:
         yield process

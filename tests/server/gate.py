@@ -1,6 +1,6 @@
-"""A gate before every forward pass of an engine, which orders open, hold and break.
+"""A gate before every forward pass of an engine. Orders open it, close it, or make the passes fail.
 
-An engine in a process of its own reads its orders from a FIFO, to which `gated_server` passes them on.
+An engine in a process of its own reads its orders from a FIFO, into which `gated_server` writes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def say(line: str) -> None:
 
 
 def obey(order: str) -> None:
-    """Put an order into force, and echo it."""
+    """Carry out an order, and echo it."""
     global broken
     if order == "hold":
         gate.clear()

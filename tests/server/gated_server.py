@@ -1,10 +1,10 @@
 """A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
 
-It is the ordinary server (`common.server.serve`), with hooks on the model (`tests.server.gate`). Lines on stdin are
-orders: `hold` and `open` the gate before every pass; `fail` and `nan` break every pass until `heal`, and `stick`
-makes the tokenizer hang. On stdout it says `held` when a pass waits and `hangs` when the tokenizer does, and echoes
-each order once it is in force. To `collect` it then says whether the garbage collector has `few` objects to look
-through or `many`.
+It is the ordinary server (`common.server.serve`), with hooks on the model (`tests.server.gate`). It reads orders
+from stdin and echoes each one once it is in force. `hold` and `open` control the gate before every pass. `fail` and
+`nan` break every pass until `heal`. `stick` makes the tokenizer hang. The server prints `held` when a pass waits,
+and `hangs` when the tokenizer hangs. After `collect` it prints `few` or `many`: the objects that the garbage
+collector examines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     bind = sockets.bind
 
     def bind_with_small_buffers(host: str, port: int) -> socket.socket:
-        """So that a few hundred tokens suffice to fill what the kernel takes for a client that reads nothing."""
+        """Bind with small buffers, so that a few hundred tokens fill them if a client reads nothing."""
         listener = bind(host, port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         return listener

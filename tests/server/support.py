@@ -1,4 +1,4 @@
-"""Servers in processes, in threads and as bare apps; clients that ask them; checks of their answers."""
+"""Servers in processes, in threads and as bare apps; clients of them; checks of their answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
 from common.worker import EngineWorker
 
-HANG_S = 120.0  # nothing takes nearly so long, on a busy machine either; only a hang does
+HANG_S = 120.0  # far longer than any wait on a busy machine: only a hang takes so long
 MODEL = "m"  # the name of the model in apps without a server
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 MESSAGES: list[Any] = [
@@ -64,35 +64,35 @@ def with_option(name: str) -> set[str]:
     return {phase for phase in PHASES if name in find_phase(phase).Config.model_fields}
 
 
-#: Phases that find again what they have computed.
+#: Phases with a prefix cache.
 CACHING = with_option("enable_prefix_caching")
 
 
 def called_from_python(phase: str) -> tuple[str, ...]:
-    """Options for a server whose passes a test is to hold and break: none of them may be a recording."""
+    """Return options of a server whose passes a test can hold and break: recordings would skip the hooks."""
     return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
 
 
 def slow_but_on(*ordinary: str, of: Sequence[str] = PHASES) -> list[ParameterSet]:
-    """Return phases as parameters: those of the ordinary suite, and others, which only the slow suite runs."""
+    """Return phases as parameters: `ordinary` for the ordinary suite, the others in `of` for the slow suite."""
     chosen = [name for name in PHASES if name in (*ordinary, *of)]
     return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in chosen]
 
 
 def on_phases(*phases: str) -> pytest.MarkDecorator:
-    """Mark a test or a module that runs on other phases than most tests of the API."""
+    """Mark a test or a module to run on these phases instead of the phases of most API tests."""
     return pytest.mark.parametrize("phase", slow_but_on(*phases, of=()), indirect=True, scope="session")
 
 
 def rendered(messages: list[Any], **options: Any) -> list[int]:
-    """The prompt of a conversation, as the bundled model reads it."""
+    """Return the prompt tokens of a conversation in the bundled model's chat template."""
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     assert tokenizer.chat_template is not None
     return tokenizer.encode(tokenizer.chat_template.render(messages, **options), add_special_tokens=False)
 
 
 class Served:
-    """A server that listens, and requests to it.
+    """A server that listens, with a client for it.
 
     Attributes:
         url: its address.
@@ -138,11 +138,11 @@ class Served:
         return self.client.post(path, json=body(**fields))
 
     def post(self, **fields: Any) -> httpx.Response:
-        """A completion that does not stream unless asked to."""
+        """Request a completion. It does not stream unless `fields` say so."""
         return self.ask("/v1/completions", **({"stream": False} | fields))
 
     def chunks(self, path: str, **fields: Any) -> list[dict[str, Any]]:
-        """The chunks of a plain stream: every line of it is data, and the last one says that it is the last."""
+        """Return the chunks of a plain stream, which has only `data` lines and ends with `[DONE]`."""
         response = self.ask(path, **({"stream": True} | fields))
         assert response.headers["content-type"].startswith("text/event-stream"), response.text
         *events, done = response.text.removesuffix("\n\n").split("\n\n")
@@ -153,12 +153,12 @@ class Served:
         return answer_of(self.post(**fields))
 
     def text(self, **fields: Any) -> str:
-        """The text of a completion's only choice."""
+        """Return the text of a completion's only choice."""
         (choice,) = self.complete(**fields)["choices"]
         return str(choice["text"])
 
     def assert_serves(self) -> None:
-        """The next request is served, whatever came before."""
+        """Assert that the next request is served."""
         assert self.complete(max_tokens=1)["usage"]["completion_tokens"] == 1
 
     @contextmanager
@@ -177,7 +177,7 @@ class Served:
             return list(events)
 
     def connect(self, sent: bytes = b"", *, buffer_bytes: int | None = None) -> socket.socket:
-        """A connection on which bytes were sent and nothing was read."""
+        """Return a connection after sending bytes on it. Nothing is read."""
         connection = socket.socket()
         if buffer_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
@@ -187,7 +187,7 @@ class Served:
         return connection
 
     def raw(self, **fields: Any) -> socket.socket:
-        """A connection with a small buffer on which a completion was asked for and nothing was read."""
+        """Return a connection with a small buffer after requesting a completion on it. Nothing is read."""
         return self.connect(with_body(self.body(**fields)), buffer_bytes=4096)
 
     def counters(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class Served:
 
 
 def answer_of(response: httpx.Response) -> dict[str, Any]:
-    """The object that a request was answered with, status 200."""
+    """Return the JSON object of an answer, whose status must be 200."""
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -212,7 +212,7 @@ FORKS.set_forkserver_preload([__name__])
 
 
 class ForkedProcess:
-    """As much of `subprocess.Popen([python, "-m", MODULE, *ARGUMENTS], text=True)` as tests use.
+    """Like `subprocess.Popen([python, "-m", MODULE, *ARGUMENTS], text=True)`, with the methods that tests use.
 
     The process is forked from one that has imported torch already, which saves two seconds.
     """
@@ -251,7 +251,7 @@ class ForkedProcess:
 
 
 class _Start:
-    """The start of a forked process. Starting it pickles this object, which hands over the pipes."""
+    """The function that a forked process runs. Pickling this object passes the pipes to the process."""
 
     def __init__(self, module: str, arguments: Sequence[str], pipes: Sequence[int]) -> None:
         self._module, self._arguments, self._pipes = module, list(arguments), pipes
@@ -262,7 +262,7 @@ class _Start:
 
     def run(self) -> None:
         for number, pipe in enumerate(self._pipes):
-            os.dup2(pipe.detach(), number)  # type: ignore[attr-defined]  # a DupFd by now
+            os.dup2(pipe.detach(), number)  # type: ignore[attr-defined]  # unpickled, it is a DupFd
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
         os.environ.clear()
         os.environ.update(self._environment)
@@ -274,7 +274,7 @@ class _Start:
 class ServerProcess(Served):
     """A phase's server, started with flags, on a free port.
 
-    It is forked, or with environment variables of its own (`env`) started. `settings` are the client's.
+    The process is forked, or started anew if it gets environment variables (`env`). `settings` are the client's.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class ServerProcess(Served):
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
             )
         self.log: list[str] = []
-        self.logged = 0  # lines that were there when the test began
+        self.logged = 0  # number of lines when the test began
         self.said: queue.Queue[str] = queue.Queue()
         self._ready = threading.Event()
         self._ready_url = ""
@@ -311,7 +311,7 @@ class ServerProcess(Served):
         for reader in self._readers:
             reader.start()
         if not self._ready.wait(HANG_S):
-            self.signal()  # a cluster has processes of its own to take down
+            self.signal()  # SIGTERM, because a cluster must stop its own processes
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait()
             self.close()
@@ -335,7 +335,7 @@ class ServerProcess(Served):
             self.said.put(line.strip())
 
     def begin_test(self) -> None:
-        """Wait until the engine has ended every request of earlier tests; count and log from here on."""
+        """Wait until the engine has ended all requests of earlier tests, then reset `counters` and `log_text`."""
         self.counted = {}
         eventually(self._is_idle)
         self.counted = self.counters()
@@ -347,12 +347,12 @@ class ServerProcess(Served):
         return bool(counters["requests_added"] == ended)
 
     def forget_log(self) -> None:
-        """Leave out of `log_text` all lines that have come."""
+        """Leave all lines so far out of `log_text`."""
         self.logged = len(self.log)
 
     @property
     def log_text(self) -> str:
-        """What was logged since the test began."""
+        """The lines that were logged since the test began."""
         return "".join(self.log[self.logged :])
 
     # ------------------------------------------------------------------ orders to a gated server
@@ -385,7 +385,7 @@ class ServerProcess(Served):
         return self.process.wait(HANG_S)
 
     def read_the_rest(self) -> None:
-        """Wait for all that a process which has ended wrote before."""
+        """Wait until the rest of an ended process's output is read."""
         for reader in self._readers:
             reader.join(HANG_S)
 
@@ -399,12 +399,11 @@ class ServerProcess(Served):
 
 
 class LocalServer(Served):
-    """A phase's server in a thread of this process, so that a test can take hold of its parts.
+    """A phase's server in a thread of this process, so that a test has access to its parts.
 
     Args:
-        phase: its package's name.
-        settings: of connections, of bodies and of what is left unread.
-        options: of the engine.
+        phase: name of its package.
+        options: options of the engine. The other arguments are settings of the server.
     """
 
     def __init__(
@@ -422,7 +421,7 @@ class LocalServer(Served):
         thread = EngineThread(lambda: package.build_engine(config))
         self.worker, self.engine = EngineWorker(thread), thread.build()
         self.listener = sockets.bind("127.0.0.1", 0)
-        # A few hundred tokens suffice to fill what the kernel takes for a client that reads nothing.
+        # With a small buffer, a few hundred tokens fill it if a client reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         backlogs = backlogs or Backlogs()
         app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s, backlogs=backlogs)
@@ -448,7 +447,7 @@ class LocalServer(Served):
         super().__init__(sockets.url_of(self.listener))
 
     def signal(self) -> None:
-        """As SIGTERM does."""
+        """Shut down as after SIGTERM."""
         self.http.handle_exit(signal.SIGTERM, None)
 
     @property
@@ -467,7 +466,7 @@ class LocalServer(Served):
 
 
 def app_with(phase: str = "phase5_continuous", **options: Any) -> TestClient:
-    """A client of an app around a small engine of its own. Its options are those of `create_app`."""
+    """Return a client of an app with a small engine. The options go to `create_app`."""
     package = find_phase(phase)
     engine = package.build_engine(package.Config(device="cpu", dtype="float32", max_seq_len=64))
     return TestClient(create_app(engine, model_name=MODEL, **options))
@@ -501,12 +500,12 @@ class Answered:
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """The status and the code of an error."""
+        """The status and the code of an error answer."""
         return self.status, str(self.json()["error"]["code"])
 
 
 class StartedApp:
-    """An app in this event loop, and requests to it of clients who stay until `left` is set."""
+    """An app in this event loop. Its clients stay connected until their event `left` is set."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
@@ -516,7 +515,7 @@ class StartedApp:
         return self.service.worker.queue_room()
 
     async def complete(self, prompt: Any, left: asyncio.Event | None = None, **fields: Any) -> Answered:
-        """Ask for a completion of two tokens that does not stream."""
+        """Request a completion of two tokens that does not stream."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": False} | fields
         return await self.post("/v1/completions", body, left)
 
@@ -558,7 +557,7 @@ async def started(engine: Engine) -> AsyncIterator[StartedApp]:
 
 
 def in_background(count: int, ask: Callable[[int], Any]) -> list[Future[Any]]:
-    """Ask that often at once."""
+    """Call `ask` `count` times at once, each time in a thread of its own."""
     pool = ThreadPoolExecutor(count)
     together = threading.Barrier(count)
 
@@ -570,7 +569,7 @@ def in_background(count: int, ask: Callable[[int], Any]) -> list[Future[Any]]:
 
 
 def post(server: Served, **fields: Any) -> httpx.Response:
-    """As `server.post`, on a connection of its own."""
+    """Like `server.post`, on a new connection."""
     body = server.body(**({"stream": False} | fields))
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
 
@@ -596,7 +595,7 @@ def asking_for_health(url: str) -> Iterator[list[httpx.Response]]:
 
 
 def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Response]:
-    """Submit as many sequences as are computed together, and hold their first pass."""
+    """Submit a full batch of sequences, and hold their first pass."""
     server.order("hold")
     server.forget_output()
     (batch,) = in_background(1, lambda _: post(server, prompt=["Once"] * BATCH, **fields))
@@ -608,13 +607,13 @@ def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Resp
 
 
 def with_body(body: Any, head: bytes = HEAD) -> bytes:
-    """A request with this body, encoded as JSON unless it is bytes."""
+    """Return the bytes of a request with this body, encoded as JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
 def everything(connection: socket.socket) -> bytes:
-    """All that comes until the server closes, in whatever way."""
+    """Read until the server closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while more := connection.recv(65536):
@@ -623,13 +622,13 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Leave as a killed process does."""
+    """Reset the connection, as the end of a killed process does."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def _half_close(connection: socket.socket) -> None:
-    """Stop sending, which over HTTP/1.1 is leaving."""
+    """Close the sending side, which the server takes for a client that leaves."""
     connection.shutdown(socket.SHUT_WR)
 
 
@@ -638,7 +637,7 @@ LEAVE: list[Callable[[socket.socket], None]] = [socket.socket.close, _reset, _ha
 
 
 def assert_told(answer: bytes, status: int, code: str) -> None:
-    """An answer in the form that all errors have, and the last of its connection."""
+    """Assert that an answer is an error in the common form, and that it closes its connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), answer
     assert b"\r\nconnection: close" in head.lower()
@@ -650,7 +649,7 @@ def assert_told(answer: bytes, status: int, code: str) -> None:
 
 
 def read_events(response: httpx.Response) -> Iterator[Event]:
-    """The named events of a stream, comments left out."""
+    """Yield the named events of a stream, without its comments."""
     name = ""
     for line in response.iter_lines():
         field, _, value = line.partition(": ")
@@ -665,7 +664,7 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 
 def texts(events: list[Event]) -> dict[int, str]:
-    """Each choice's text, joined from its token events."""
+    """Return each choice's text, joined from its token events."""
     joined: dict[int, str] = {}
     for name, data in events:
         if name == "token":
@@ -676,7 +675,7 @@ def texts(events: list[Event]) -> dict[int, str]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what must come, but not at once. A hang fails."""
+    """Wait until a condition is true. Fails after `HANG_S` seconds."""
     deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -686,7 +685,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def assert_error(
     response: httpx.Response, status: int, param: str | None = None, code: str | None = None, says: str = ""
 ) -> None:
-    """An answer in the one shape that errors have, which shows nothing of the machine."""
+    """Assert that an answer is an error in the common form, without paths or names of the server's code."""
     assert response.status_code == status, response.text
     for word in ("Traceback", "/common/", ".py", "pydantic", "site-packages", "0x"):
         assert word not in response.text
@@ -701,5 +700,5 @@ def assert_error(
     if code is not None:
         assert body["error"]["code"] == code
     assert ("retry-after" in response.headers) == (status == 503)
-    # OpenAI's library would send a failed request again. After these statuses a retry is of no use.
+    # OpenAI's library sends a failed request again. After these statuses a retry would fail, too.
     assert (response.headers.get("x-should-retry") == "false") == (status in (500, 504))

@@ -1,4 +1,4 @@
-"""Who is answered, under which names: keys, the model's names, and the ids of requests."""
+"""API keys, the model's names, and the ids of requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
 
 
 def test_a_body_without_a_key_is_not_read(named: ServerProcess) -> None:
-    """The connection ends with the answer, before the body does."""
+    """The server answers and closes the connection before the body has been sent."""
     with socket.create_connection(("127.0.0.1", named.port), timeout=HANG_S) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Work that requests cause beside the engine's steps: each kind has a bound, and delays no other kind."""
+"""Work of the server beside the engine's steps: each kind of work has a bound, and delays no other kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Held:
-    """A function that waits until it is opened, remembers its calls, and then does what it stands for."""
+    """Wraps a function: records its calls, and holds each until `open` is set."""
 
     def __init__(self, function: Callable[..., Any] = lambda: "done") -> None:
         self.open = threading.Event()
@@ -40,7 +40,7 @@ class Held:
 
 @pytest.fixture
 def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Held]:
-    """Hold what an engine compiles from now on, but for grammars that were compiled before."""
+    """Hold the compilation of an engine's grammars. Grammars that are compiled already are not held."""
 
     def hold(engine: Engine) -> Held:
         grammars = engine.grammars

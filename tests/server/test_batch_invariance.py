@@ -1,4 +1,4 @@
-"""What a server says of its bits at /version and in its log, and that it serves either way."""
+"""`/version` and the log say whether the server is batch invariant, and it serves either way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 def start(dtype: str, caplog: pytest.LogCaptureFixture, **options: bool) -> tuple[Engine, str]:
-    """A server's engine, and the log's line about its model."""
+    """Build a server's engine. Returns it, and the log's line about its model."""
     caplog.set_level("INFO", "common.build")
     package = find_phase("chunked")
     config = package.Config(model="zoo:llama-tiny", device="cpu", dtype=dtype, max_seq_len=256, **options)
@@ -43,7 +43,7 @@ def start(dtype: str, caplog: pytest.LogCaptureFixture, **options: bool) -> tupl
 
 
 def ask(engine: Engine) -> tuple[bool, str]:
-    """What /version says of the bits, and an answer."""
+    """Return `batch_invariant` of /version, and the text of an answer."""
     with TestClient(create_app(engine)) as client:
         said = client.get("/version").json()["batch_invariant"]
         answers = [client.post("/v1/completions", json=BODY).json() for _ in range(2)]

@@ -235,7 +235,7 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
 
 
 def test_what_a_template_is_told_and_what_it_says(tmp_path: Path) -> None:
-    """A template sees `chat_template_kwargs`. If it raises, the request is refused and the next one served."""
+    """A template gets `chat_template_kwargs`. If it raises, the request is refused and the next one served."""
     template = (
         "{% if loud %}{{ messages[0].content | upper }}{% else %}{{ messages[0].content }}{% endif %}"
         "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ 'x' * times }}"

@@ -1,4 +1,4 @@
-"""The command line: every mistake is one line on stderr that names the option and the mend, and an exit code."""
+"""The command line: each mistake gives an exit code and one line on stderr that names the option and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Fail = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """The command line sets up logging for a process of its own."""
+    """Restore the settings of logging, which the command line changes."""
     root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn")
     handlers, levels = root.handlers[:], (root.level, uvicorn.level)
     yield
@@ -35,7 +35,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def fail(phase: str, capsys: pytest.CaptureFixture[str]) -> Fail:
-    """Run `main` where it must not get to serving. Returns the one line that it says."""
+    """Return a function that runs `main`, which must refuse to serve, and returns its error line."""
 
     def run(code: int, *argv: str) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -219,7 +219,7 @@ def test_none_may_be_a_word_like_the_others(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """A chunk size alone sets a budget of as many tokens. A wrong chunk size is named as the chunk size."""
+    """The budget's default is the chunk size. The error for a wrong chunk size names the chunk size only."""
     package, name = find_phase("phase7_chunked"), "prefill_token_budget"
     assert getattr(read_options(package, ["--prefill-chunk-size", "512"])[1], name) == 512
     with pytest.raises(UsageError, match=r"--prefill-chunk-size .*greater than or equal to 1, not '0'"):

@@ -1,4 +1,4 @@
-"""What `POST /v1/completions` answers when all is well, over a real socket."""
+"""Successful answers of `POST /v1/completions`, over a real socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = on_phases(PHASES[0], PHASES[-1])
 
 GREEDY = {"prompt": "The lantern was in the"}
 SEEDED = GREEDY | {"temperature": 1.2, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 7}
-#: Text with characters of several tokens: never half of one in an event.
+#: A request whose answer has characters of several tokens. No event may have half a character.
 SCRIPTS = {"prompt": "猫 🐈‍⬛ naïve ß", "temperature": 3.0, "seed": 2, "ignore_eos": True}
 
 
@@ -73,7 +73,7 @@ def test_stream_is_lf_only_and_has_no_ping(server: ServerProcess) -> None:
 def test_joined_stream_equals_the_json_answer(server: ServerProcess, fields: dict[str, Any]) -> None:
     answer = server.complete(
         **fields, max_tokens=60, cache_salt="json"
-    )  # so that neither finds the other's prompt
+    )  # with two salts, neither request hits the other's prompt
     events = server.events(**fields, max_tokens=60, cache_salt="stream")
     assert texts(events)[0] == answer["choices"][0]["text"]
     done = events[-1][1]
@@ -112,7 +112,7 @@ def test_greedy_tokens_are_those_of_the_reference(server: ServerProcess) -> None
     request = Request("solo", prompt, greedy, model.config.eos_token_ids)
     expected = [output.token_id for output in generate(model, request)]
     assert tokens_of(server.events(max_tokens=40)) == expected
-    # Ids get no special tokens; text got them.
+    # A prompt of ids gets no special tokens. Here the ids include them already.
     assert tokens_of(server.events(max_tokens=40, prompt=prompt)) == expected
 
 
@@ -194,7 +194,7 @@ def test_lists_of_token_ids(server: ServerProcess) -> None:
     }
 
 
-# ---------------------------------------------------------------------- what was here before
+# ---------------------------------------------------------------------- the prefix cache
 
 
 def cached(usage: dict[str, Any]) -> int:
@@ -204,7 +204,7 @@ def cached(usage: dict[str, Any]) -> int:
 def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(
     server: ServerProcess, phase: str, own_prompt: OwnPrompt
 ) -> None:
-    """With prefix caching, all but the last block of 40 tokens is found by requests with the same salt."""
+    """With prefix caching, a prompt of 40 tokens hits 32 tokens if an earlier request had the same salt."""
     found = 32 if phase in CACHING else 0
     fields: dict[str, Any] = {"prompt": own_prompt(40), "max_tokens": 3, "ignore_eos": True}
     first = server.complete(**fields, cache_salt="tenant a")
@@ -242,7 +242,7 @@ def test_what_is_cached_can_be_forgotten(server: ServerProcess, phase: str, own_
 
 
 def test_eos_ends_with_a_token_event_without_text(server: ServerProcess) -> None:
-    """A stop token stands in for EOS: both end a request the same way, and neither is text."""
+    """The test uses a stop token instead of EOS: both end a request alike, and neither adds text."""
     tokens = [data for name, data in server.events(max_tokens=12, ignore_eos=True) if name == "token"]
     chosen = tokens[5]["token_id"]
     first = next(i for i, data in enumerate(tokens) if data["token_id"] == chosen)
@@ -277,7 +277,7 @@ def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProce
 
 def test_text_held_for_a_stop_string_comes_with_the_last_token(server: ServerProcess) -> None:
     whole = server.text(max_tokens=9, ignore_eos=True)
-    stop = whole[-3:] + "\u2603 never"  # the end of the text might have been its start
+    stop = whole[-3:] + "\u2603 never"  # the text ends with the beginning of the stop string
     events = server.events(max_tokens=9, ignore_eos=True, stop=stop)
     assert texts(events)[0] == whole
     assert events[-2][1]["token"].endswith(whole[-3:])
@@ -359,7 +359,7 @@ def test_logprobs_have_openais_shape(server: ServerProcess, count: int) -> None:
         assert logprob <= 0
         assert len(top) == max(count, 1), "the sampled token is always there"
         assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-5
-        assert next(iter(top)) == token  # greedy: it is the likeliest
+        assert next(iter(top)) == token  # greedy decoding: the sampled token is the likeliest
         assert top[token] == logprob
     streamed = [data["choices"][0]["logprobs"] for name, data in server.events(**fields) if name == "token"]
     assert {key: [part[key][0] for part in streamed] for key in logprobs} == logprobs
@@ -398,7 +398,7 @@ def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None
     assert everything["counters"]["requests_finished"] >= 1
     latest = everything["steps"][-1]["step"]
     some = server.client.get("/telemetry", params={"since_step": latest}).json()["steps"]
-    assert some[0]["step"] == latest  # another step may have followed, to take memory back
+    assert some[0]["step"] == latest  # another step may have followed, which only released memory
 
 
 def test_telemetry_is_read_page_by_page_while_steps_go_on(server: ServerProcess) -> None:

@@ -1,4 +1,4 @@
-"""Answers of a form over HTTP: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""Constrained answers over HTTP: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEMA = {
 }
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 
-#: Fields of a request, and what its answer then matches.
+#: Fields of a request, and a regular expression that its answer matches.
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": JSON_SCHEMA}, r"\{[^{}]*\}"),
     ({"structured_outputs": {"json": SCHEMA}}, r"\{[^{}]*\}"),
@@ -66,7 +66,7 @@ def test_json_and_stream(
 
 @ON_FIRST_AND_LAST
 def test_any_json_object(server: ServerProcess) -> None:
-    """An answer that is cut is the beginning of an object."""
+    """An answer that ends at `max_tokens` is the beginning of an object."""
     fields = {"prompt": '{"name": "Ann"}\n', "max_tokens": 150, "response_format": {"type": "json_object"}}
     for seed in range(4):
         (choice,) = server.complete(**fields, temperature=1, seed=seed)["choices"]

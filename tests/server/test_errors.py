@@ -1,4 +1,4 @@
-"""Every refusal: its status, its shape, the field it names. (The fixture asks for the next request.)"""
+"""Every refusal: its status, its form, and the field it names. (The fixture checks the next request.)"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.server.support import HANG_S, HEAD, PREFIXES, ServerProcess, assert_e
 
 
 def each(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
-    """The values of each field, one case each."""
+    """Return a case for each value of each field."""
     return [(field, value) for field, values in table.items() for value in values]
 
 
@@ -213,7 +213,7 @@ def test_another_model(server: ServerProcess, model: str, prefix: str, path: str
             "a prompt of 1000 tokens and max_tokens 25 make 1025",
         ),
         ({"prompt": [5] * 1024, "max_tokens": 1}, "prompt", "the prompt has 1024 tokens; "),
-        # A text is refused by a bound on its tokens, before it is tokenized; the bound is not called its length.
+        # A long text is refused before it is tokenized, so the message has a bound on its tokens, not their number.
         ({"prompt": "word " * 200, "max_tokens": 1020}, "max_tokens", "a prompt of at least "),
         ({"prompt": "word " * 1024, "max_tokens": 1}, "prompt", "the prompt has "),
         ({"prompt": "word " * 10_000}, "prompt", "the prompt has at least "),
@@ -314,7 +314,7 @@ def test_an_undeclared_body_is_cut_off_while_it_comes(server: ServerProcess) -> 
 
 
 def bad_bodies(model: str) -> dict[str, tuple[bytes, int]]:
-    """Up to two megabytes each, of as many values as are validated, and wrong at every item."""
+    """Return bodies of up to two megabytes with many wrong items, each with the status of its refusal."""
     start = f'{{"model": "{model}", "prompt": '.encode()
     other = start + b'"a", '
     return {
@@ -336,7 +336,7 @@ def bad_bodies(model: str) -> dict[str, tuple[bytes, int]]:
 
 def test_two_megabytes_of_nonsense_cost_one_error_each(server: ServerProcess) -> None:
     bodies = bad_bodies(server.model)
-    for body, status in bodies.values():  # warm up: the allocator keeps what it took once
+    for body, status in bodies.values():  # warm up: the allocator keeps memory that it has taken once
         assert post_raw(server, body).status_code == status
     before, started = server.memory_mb(), time.monotonic()
     for _ in range(3):

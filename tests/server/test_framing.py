@@ -13,7 +13,7 @@ HEAD = b" HTTP/%b\r\nHost: here\r\n\r\n"
 def written(
     parser: h11.Connection, request: bytes, headers: list[tuple[str, str]], data: list[bytes]
 ) -> bytes:
-    """Return the bytes of an answer to a request, with these headers and these pieces of data."""
+    """Return the bytes that a parser writes for an answer with these headers and pieces of data."""
     parser.receive_data(request)
     while parser.next_event() is not h11.NEED_DATA and parser.their_state is h11.SEND_BODY:
         pass

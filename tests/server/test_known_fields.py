@@ -117,7 +117,7 @@ def test_numbers_stand_for_no_booleans() -> None:
     send(ChatRequest, CHAT | {"length_penalty": 1})
 
 
-# ---------------------------------------------------------------------- nobody's field is forgotten
+# ---------------------------------------------------------------------- fields of OpenAI and vLLM
 
 
 def arguments(create: Callable[..., Any]) -> set[str]:
@@ -203,7 +203,7 @@ VLLM_COMPLETION: dict[str, Any] = nulls("best_of logprobs prompt_embeds suffix")
 
 
 def neutral(*titles: str) -> dict[str, Any]:
-    """The last neutral value of every field of these tables."""
+    """Return the last neutral value of every field of these tables."""
     return {name: line.values[-1] for title in titles for name, line in lines_of(TABLES[title]).items()}
 
 
@@ -211,7 +211,7 @@ def neutral(*titles: str) -> dict[str, Any]:
 def test_everything_at_its_neutral_value_changes_nothing(server: ServerProcess, prefix: str) -> None:
     both, stream = neutral("all three (vLLM)"), {"stream_options": neutral("`stream_options`")}
     message = CHAT["messages"][0] | {"tool_calls": [], "tool_call_id": None} | neutral("`messages`")
-    # OpenAI's own table comes last: what it shares with vLLM's is neutral in both.
+    # OpenAI's own table comes last: fields that it shares with vLLM's get OpenAI's neutral value.
     chat = VLLM_BOTH | both | VLLM_CHAT | neutral("chat, responses and `/tokenize`", "chat (vLLM)", "chat")
     completion = VLLM_BOTH | both | VLLM_COMPLETION | neutral("completions (vLLM)", "completions")
     for path, plain, fields in (

@@ -1,4 +1,4 @@
-"""Load, clients that leave, and the end: on servers whose forward passes the test holds."""
+"""Overload, clients that leave, and shutdown, on servers whose forward passes the test holds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_server_answers_while_a_pass_runs(gated: ServerProcess) -> None:
 
 
 def test_the_garbage_collector_has_little_to_look_through(gated: ServerProcess) -> None:
-    """A collection would take longer than most steps."""
+    """Garbage collection over all objects would take longer than most steps."""
     assert gated.complete()["usage"]["completion_tokens"] > 0
     gated.order("collect")
     gated.expect("few")
@@ -68,7 +68,7 @@ def test_a_request_with_several_choices_is_taken_whole_or_not_at_all(gated: Serv
     eventually(lambda: gated.queue_room() == 1)
     added = gated.counters()["requests_added"]
     assert_error(gated.post(prompt=["a", "b"]), 503, None, "queue_full")
-    last = in_background(1, lambda _: post(gated))  # one place is left, and it is still there
+    last = in_background(1, lambda _: post(gated))  # the refused request has not taken the last place
     eventually(lambda: gated.queue_room() == 0)
     assert gated.counters()["requests_added"] == added
     gated.order("open")
@@ -77,7 +77,7 @@ def test_a_request_with_several_choices_is_taken_whole_or_not_at_all(gated: Serv
 
 
 def test_a_refusal_gives_its_place_back(gated: ServerProcess) -> None:
-    """A place is held before the prompt is tokenized, and given back if the prompt proves too long."""
+    """A place is held before the prompt is tokenized, and given back if the prompt is too long."""
     for _ in range(2 * QUEUE):
         assert_error(gated.post(prompt="word " * 5000), 422, "prompt")
         assert_error(gated.post(prompt=[10**6]), 400, "prompt")
@@ -120,7 +120,7 @@ def test_a_signal_lets_what_runs_finish(mortal: ServerProcess, number: signal.Si
     health = mortal.client.get("/health")  # alive, though not ready
     assert (health.status_code, health.json()["status"]) == (200, "draining")
     assert mortal.client.post("/tokenize", json={"prompt": "Once"}).status_code == 200
-    assert_error(mortal.post(), 503, None, "shutting_down")  # the listener is open all the while
+    assert_error(mortal.post(), 503, None, "shutting_down")  # the server still accepts connections
     assert_error(post(mortal), 503, None, "shutting_down")
     assert not batch.done()
     mortal.order("open")
@@ -171,7 +171,7 @@ def test_a_second_signal_ends_it_now(mortal: ServerProcess, number: signal.Signa
         f"INFO    {number.name}: finishing what runs, for up to 30 s; a second signal ends it at once"
     )
     assert second.endswith(f"WARNING {number.name} again: exiting now")
-    # The client sees its connection end, or the HTTP server's last word.
+    # The client sees the end of its connection, or an answer with status 500.
     assert batch.exception(HANG_S) is not None or batch.result().status_code == 500
 
 
@@ -190,5 +190,5 @@ def test_a_request_that_takes_too_long_is_given_up(phase: str, stream: bool) -> 
         counters = server.counters()
         assert (
             counters["requests_failed"] >= 1
-        )  # with it the whole answer is lost: the other choices are given up
+        )  # the first failure fails the whole answer, and the other choices are cancelled
         assert counters["requests_failed"] + counters["requests_cancelled"] == 4

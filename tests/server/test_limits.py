@@ -1,7 +1,7 @@
-"""What connections may take: requests that come slowly or in pieces, answers that are not taken, too many at once.
+"""Limits on connections: requests that come slowly or in pieces, answers that nobody reads, too many connections.
 
-Each on real sockets, against a server in this process whose limits are short; and each time the next request is
-served.
+Most tests use real sockets and a server in this process with short timeouts. After each of them, the next request
+must be served.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[LocalServer]:
-    """A server with little patience."""
+    """A server with short timeouts."""
     with LocalServer(
         "phase5_continuous",
         limits=ConnectionLimits(keep_alive_s=0.6, receive_s=0.4, send_s=0.5),
@@ -49,7 +49,7 @@ def strict() -> Iterator[LocalServer]:
         max_seq_len=4096,
     ) as server:
         server.client.headers["Connection"] = (
-            "close"  # one kept open may be closed just when a request is sent
+            "close"  # the server might close a kept connection just when a request is sent
         )
         yield server
 
@@ -89,7 +89,7 @@ def test_a_request_that_does_not_come_whole_or_is_none(
     strict.connect(sent).close()  # a client that leaves instead
     with strict.connect(sent) as connection:
         assert_told(everything(connection), status, code)
-    if TOKENIZE not in sent:  # which is not logged
+    if TOKENIZE not in sent:  # refusals of /tokenize are not logged
         eventually(lambda: f"refused: {status} {code}" in caplog.text)
     assert strict.worker.num_waiting() == 0
 
@@ -112,7 +112,7 @@ def test_a_body_that_trickles(strict: LocalServer) -> None:
 def test_a_body_that_goes_on_behind_its_answer(strict: LocalServer) -> None:
     with strict.connect(HEAD + b"Content-Length: 9000000\r\n\r\n") as connection:
         assert b" 413 " in connection.recv(65536)
-        with contextlib.suppress(OSError):  # closed while bytes are still coming
+        with contextlib.suppress(OSError):  # the server closes while the client still sends
             for _ in range(int(HANG_S / 0.05)):
                 connection.sendall(b" " * 100)
                 time.sleep(0.05)
@@ -145,7 +145,7 @@ def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
 
 
 def test_a_target_with_a_host(strict: LocalServer) -> None:
-    """Clients of a proxy send such targets. The host of the target counts, not that of the header."""
+    """Clients of a proxy send targets with a host. It replaces the host of the header."""
     for target, status in (
         (b"http://127.0.0.1/health", 200),
         (b"HTTP://user@127.0.0.1:1?x=1", 200),
@@ -165,7 +165,7 @@ def test_a_body_in_many_pieces(strict: LocalServer) -> None:
     """Parsing the body takes several turns of the event loop."""
     body = json.dumps(strict.body(stream=False, max_tokens=2)).encode()
     small = [body[at : at + 1] for at in range(len(body))]
-    pieces = [b" " * 512] * (2 * EVENTS_PER_TURN) + small  # as many bytes as so many pieces must have
+    pieces = [b" " * 512] * (2 * EVENTS_PER_TURN) + small  # so many pieces need a large body
     request = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
     with strict.connect(request * 2) as connection:
         answers = everything(connection)
@@ -174,7 +174,7 @@ def test_a_body_in_many_pieces(strict: LocalServer) -> None:
 
 
 def transport_of(host: str | None = None) -> MagicMock:
-    """A transport that takes everything, of a client with this address."""
+    """Return a transport that accepts all data, of a client with this address."""
     transport = MagicMock(spec=asyncio.Transport)
     transport.is_closing.return_value = False
     transport.get_extra_info.side_effect = lambda name, _=None: (
@@ -195,7 +195,7 @@ async def hanging(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.anyio
 async def test_a_turn_of_the_event_loop_parses_so_much_and_no_more() -> None:
-    """256 KiB of chunks of one byte come in one read. Others are served between two turns."""
+    """Many chunks of one byte come in one read. They are parsed in several turns. Others are served in between."""
     config = Config(hanging, ConnectionLimits(), lifespan="off", ws="none", log_config=None)
     connection = connection_of(transport_of(), ServerState(), config)
     connection.data_received(CHUNKED + b"1\r\nx\r\n" * 40_000)
@@ -211,7 +211,7 @@ async def test_a_turn_of_the_event_loop_parses_so_much_and_no_more() -> None:
 
 @contextlib.contextmanager
 def computing(server: LocalServer) -> Iterator[socket.socket]:
-    """A connection whose request is being computed, and at its end must have been cancelled."""
+    """Yield a connection whose request is being computed. After the block, the request must be cancelled."""
     server.counted = {}
     server.counted = server.counters()
     with server.connect(with_body(server.body(stream=False, max_tokens=3500, ignore_eos=True))) as connection:
@@ -224,19 +224,19 @@ def computing(server: LocalServer) -> Iterator[socket.socket]:
 def test_bytes_behind_a_request_do_not_hide_that_its_client_leaves(strict: LocalServer, more: bytes) -> None:
     with computing(strict) as connection:
         connection.sendall(more)
-        time.sleep(0.05)  # they come before the end
+        time.sleep(0.05)  # the server reads these bytes before it sees that the client leaves
 
 
 def test_too_much_behind_a_request(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
     with computing(strict) as connection:
-        with contextlib.suppress(OSError):  # closed before all of it has gone out
+        with contextlib.suppress(OSError):  # the server closes before all bytes are sent
             connection.sendall(b"x" * 2 * MAX_PIPELINED_BYTES)
         assert everything(connection) == b""
     assert "behind a request that is not answered yet: closed" in caplog.text
 
 
 def test_an_answer_before_the_end_of_the_request_is_the_last(strict: LocalServer) -> None:
-    """The client gets the answer while it goes on sending. Nothing of that is parsed."""
+    """The client gets the answer while it goes on sending. The server parses no byte after the answer."""
     with strict.connect(CHUNKED.replace(b"POST", b"PUT")) as connection:
         answer = connection.recv(65536)
         for _ in range(20):
@@ -261,7 +261,7 @@ async def test_a_connection_may_be_reset_when_it_is_to_close() -> None:
 
 
 def test_a_stream_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The stream ends for its unread bytes, long before the send timeout of a minute."""
+    """The stream ends because of its unread bytes, long before the send timeout of a minute."""
     with strict.raw(stream=True, max_tokens=3000, ignore_eos=True, logprobs=5):
         eventually(lambda: "bytes unread" in caplog.text)
     assert "cancelled (the client left 13" in caplog.text, "the first event over 128 KiB"
@@ -279,7 +279,7 @@ def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCapt
 def test_an_answer_that_nobody_reads_counts_among_the_unread_bytes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bound holds for the memory of all such answers."""
+    """Streams and whole answers share one bound on unread bytes."""
     monkeypatch.setattr(connections, "COUNT_AFTER_S", 0.1)
     body = {"prompt": "a b " * 100_000, "return_token_strs": True}
     backlogs = Backlogs(total_limit_bytes=2**18)
@@ -292,7 +292,7 @@ def test_an_answer_that_nobody_reads_counts_among_the_unread_bytes(
 
 
 def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
-    """Reading may take longer than the send timeout, as long as the client never pauses for so long."""
+    """Reading may take longer than the send timeout, if no pause of the client does."""
     body = {"prompt": "a b " * 20_000, "return_token_strs": True}
     with strict.connect(with_body(body, TOKENIZE + b"Connection: close\r\n")) as connection:
         answer = b""
@@ -308,7 +308,7 @@ KIB = 1024
 
 @pytest.mark.anyio
 async def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:
-    """Its bytes leave the total at once, so no other stream is cancelled."""
+    """The stream with the most unread bytes is cancelled. Its bytes leave the total at once, so no other one is."""
     backlogs = Backlogs(limit_bytes=1000 * KIB, total_limit_bytes=1500 * KIB)
     with contextlib.ExitStack() as stack:
         large, second, *prompt = (stack.enter_context(backlogs.open()) for _ in range(8))
@@ -425,7 +425,7 @@ def test_half_a_body_does_not_hold_up_the_end() -> None:
         server.connect(HEAD + b'Content-Length: 100\r\n\r\n{"model": ') as body,
         server.connect(HEAD),
     ):
-        server.assert_serves()  # behind both
+        server.assert_serves()  # so the server has accepted both connections
         began = time.monotonic()
         server.signal()
         assert_told(everything(body), 503, "shutting_down")
@@ -451,7 +451,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCap
         LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2) as server,
         server.raw(stream=True, max_tokens=3000, ignore_eos=True),
     ):
-        eventually(lambda: server.service.backlogs.bytes > 4096)  # the buffers before it are full
+        eventually(lambda: server.service.backlogs.bytes > 4096)  # the socket buffers are full
         server.signal()
         eventually(lambda: server.ended)
     assert "some requests were not done in time" in caplog.text

@@ -32,7 +32,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         assert server.url == f"unix:{path}"
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
-        # A proxy in front may call it by any name.
+        # A proxy in front of a Unix socket may send any host name.
         assert server.client.get("/v1/models", headers={"Host": "chat.example.org"}).status_code == 200
         assert "another server listens there" in start_and_fail("--uds", str(path))
         assert server.complete(max_tokens=2)["choices"]
@@ -88,7 +88,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["zoo:qwen3-tiny", "zoo:gemma3-tiny"])
 def test_each_architecture_over_http(model: str) -> None:
-    """Other tests serve the Llama."""
+    """Other tests serve the Llama, this one the other architectures."""
     with ServerProcess(PHASE, "--model", model, "--max-seq-len", "512") as server:
         assert server.model == model
         prompts = ["Once upon a time, " * 20, "The"]

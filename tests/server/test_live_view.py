@@ -1,4 +1,4 @@
-"""The live view: steps of a running engine, for those who look, and at nobody's expense."""
+"""The live view: clients see the steps of a running engine, and slow no request down."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine_of() -> Engine:
 
 
 async def events_of(viewer: Viewer) -> AsyncIterator[Event]:
-    """What its stream says, an event at a time."""
+    """Yield the events of a viewer's stream."""
     async for chunk in viewer.events():
         for block in chunk.decode().removesuffix("\n\n").split("\n\n"):
             name, data = block.split("\n")
@@ -37,7 +37,7 @@ async def events_of(viewer: Viewer) -> AsyncIterator[Event]:
 
 
 async def frames_until_idle(events: AsyncIterator[Event]) -> list[dict[str, Any]]:
-    """Frames up to one in which nobody has a seat any more, nor waits."""
+    """Return the frames up to one in which no request runs or waits."""
     frames, waiting = [], 0
     async for name, data in events:
         if name == "step":
@@ -70,7 +70,7 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
         frames: list[dict[str, Any]] = []
         while (
             sum(len(frame.get("ended", ())) for frame in frames) < 2
-        ):  # one may be done before the other comes
+        ):  # the first request may end before the second comes
             frames += await frames_until_idle(events)
         for stream, prompt in zip(streams, ("one", "two"), strict=True):
             assert tokens(await read(stream)) == continuation(prompt.encode(), 30)

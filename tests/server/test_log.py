@@ -1,4 +1,4 @@
-"""What the log says of requests: one line each, with what an operator asks for and nothing that a client wrote."""
+"""The log has one line for each request, without any text that a client wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server.support import (
     post,
 )
 
-WROTE = "Xylophone"  # what a client asks; no log has it
+WROTE = "Xylophone"  # a client's prompt, which no log may contain
 LINE = re.compile(
     r"^\d\d:\d\d:\d\d (?P<level>\w+) +cmpl-[0-9a-f]{32}: (?:(?P<choices>\d+) choices, )?"
     r"(?P<prompt>\d+) prompt and (?P<new>\d+) new tokens, "
@@ -35,7 +35,7 @@ def nothing_older(gated: ServerProcess) -> None:
 
 
 def begin(server: ServerProcess) -> None:
-    """From here on the log has nothing older: the line of a request made now has come, and is the last."""
+    """Wait until all lines of earlier requests are logged: the line of a new request must be the last."""
     label = uuid.uuid4().hex
     server.complete(max_tokens=1, user=label)
     eventually(lambda: label in server.log[-1])
@@ -43,7 +43,7 @@ def begin(server: ServerProcess) -> None:
 
 
 def lines(server: ServerProcess, count: int) -> list[str]:
-    """All that was logged since the test began, once it is so many lines; more never come."""
+    """Wait until `count` lines were logged since the test began, and return them. More lines fail."""
     eventually(lambda: len(server.log) - server.logged >= count)
     said = server.log[server.logged :]
     assert len(said) == count, "".join(said)
@@ -94,7 +94,7 @@ def test_a_line_for_those_who_leave(gated: ServerProcess) -> None:
         batch = hold_a_full_batch(gated)
         connection = gated.raw(prompt=WROTE, stream=stream, max_tokens=1000, ignore_eos=True)
         eventually(lambda: gated.queue_room() == QUEUE - 1)
-        time.sleep(0.5)  # its place is held before it is tokenized: who leaves then has another line
+        time.sleep(0.5)  # until it is tokenized: leaving before that gives another line
         connection.close()
         eventually(lambda: "(the client left)" in gated.log_text)
         (line,) = ends(gated, 1)
@@ -110,7 +110,7 @@ def test_a_line_for_one_who_stops_reading(gated: ServerProcess) -> None:
     with gated.raw(prompt=WROTE, stream=True, max_tokens=3000, ignore_eos=True):
         (line,) = ends(gated, 1)
     assert line["ended"].endswith((" (the client took too little for 2 s)", " (the client left)"))
-    time.sleep(0.5)  # for whatever the HTTP server would add
+    time.sleep(0.5)  # in case the HTTP server logs something, too
     gated.complete(max_tokens=1)
     assert len(ends(gated, 2)) == 2
 

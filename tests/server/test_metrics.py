@@ -42,14 +42,14 @@ HISTOGRAMS = (
 
 
 def scrape(server: ServerProcess) -> dict[str, float]:
-    """Every sample's value, by its name and the labels that are its own."""
+    """Return every sample's value, by its name and its labels except `model_name` and `phase`."""
     response = server.client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     samples = {}
     for family in parser.text_string_to_metric_families(response.text):
         assert family.documentation
         for sample in family.samples:
-            if family.name.startswith("process_"):  # as every exporter has them
+            if family.name.startswith("process_"):  # the standard metrics of a process have no labels
                 assert not sample.labels
                 samples[sample.name] = sample.value
                 continue
@@ -63,7 +63,7 @@ def scrape(server: ServerProcess) -> dict[str, float]:
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What has changed; a sample with labels is there from the first time that it counts something."""
+    """Return the changes of samples. A sample with labels appears when it first counts something."""
     return {
         name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)
     }
@@ -79,7 +79,7 @@ def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnP
     prompt = own_prompt(40)
     server.complete(prompt=prompt, max_tokens=5, ignore_eos=True)
     server.complete(prompt=prompt, max_tokens=3, n=2, ignore_eos=True)
-    assert_error(server.post(top_p=2), 422, "top_p")  # which counts for nothing
+    assert_error(server.post(top_p=2), 422, "top_p")  # a refusal adds nothing
     found = 32 if phase in CACHING else 0
     added = grown(before, scrape(server))
     assert added["vllm:prompt_tokens_total"] == 120
@@ -95,14 +95,14 @@ def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnP
     assert (
         added["vllm:time_to_first_token_seconds_sum"] < added["vllm:e2e_request_latency_seconds_sum"] < HANG_S
     )
-    # The stages of a request follow one another.
+    # The stages of a request do not overlap.
     stages = ("queue", "prefill", "decode")
     in_stages = sum(added.get(f"vllm:request_{stage}_time_seconds_sum", 0) for stage in stages)
     assert 0 < in_stages <= added["vllm:e2e_request_latency_seconds_sum"]
     assert in_stages > added["vllm:request_decode_time_seconds_sum"] > 0
     assert added["vllm:request_prompt_tokens_sum"] == 120
     assert added["vllm:request_generation_tokens_sum"] == 11
-    assert added["vllm:request_max_num_generation_tokens_sum"] == 5 + 3  # the longer of two equal choices
+    assert added["vllm:request_max_num_generation_tokens_sum"] == 5 + 3  # the longest choice of each request
 
 
 def test_lengths_are_counted_by_their_bounds(server: ServerProcess) -> None:
@@ -121,8 +121,8 @@ def test_time_in_the_queue_is_told_from_time_in_the_engine(gated: ServerProcess)
     before = scrape(gated)
     with gated.raw(stream=True, max_tokens=1000, ignore_eos=True):
         eventually(lambda: gated.queue_room() == QUEUE - 1)
-        time.sleep(0.5)  # its place is held before it is tokenized: a client that leaves then is not counted
-    time.sleep(0.5)  # the server sees that it has left, before a seat could be given up for it
+        time.sleep(0.5)  # until it is tokenized: a client that leaves before that is not counted
+    time.sleep(0.5)  # until the server has seen that the client left, before any seat is free
     gated.order("open")
     assert batch.result(HANG_S).status_code == 200
     aborted = "vllm:request_success_total finished_reason=abort"
@@ -152,7 +152,7 @@ def test_answers_are_counted_by_status_and_reason(server: ServerProcess) -> None
         for name, count in added.items()
         if name.startswith("infer:http_answers_total ")
     }
-    assert answers.pop("reason= status=200") >= 1 + 2 + 1  # a scrape, two looks, a stream
+    assert answers.pop("reason= status=200") >= 1 + 2 + 1  # a scrape, /health twice, a stream
     assert answers == {
         "reason=invalid_value status=422": 1,
         "reason=not_found status=404": 1,

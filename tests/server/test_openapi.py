@@ -1,4 +1,4 @@
-"""The OpenAPI document, and a fuzzer that holds the server to it."""
+"""The OpenAPI document, and a fuzzer that checks the server against it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from tests.server.support import PHASES, ServerProcess
 
-#: Checks left out: `positive_data_acceptance`. Whether a prompt is too long in tokens, alone or with max_tokens, is
-#: not for a schema to say, so requests that fit it may still be answered 422.
+#: All checks but `positive_data_acceptance`: a schema cannot say whether a prompt has too many tokens, so requests
+#: that match the schema may still be answered 422.
 CHECKS = [
     "not_a_server_error",
     "status_code_conformance",
@@ -69,7 +69,7 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
 
 @pytest.mark.slow
 def test_fuzzing_finds_nothing(tmp_path: Path) -> None:
-    """Answers are short, however many tokens the fuzzer asks for."""
+    """The server keeps answers short, even if the fuzzer asks for many tokens."""
     with ServerProcess(PHASES[-1], "--max-seq-len", "192", "--max-waiting-requests", "64") as server:
         command = [
             sys.executable,

@@ -1,4 +1,4 @@
-"""What operators set: a pause, a proxy's prefix, pages of other origins, and a log for programs."""
+"""Operators' tools: the step timeout, a pause, a proxy's prefix, pages of other origins, and a log in JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_step_that_does_not_end_makes_the_server_unwell_until_it_does() -> Non
         server.order("open")
         assert answer.result(HANG_S)["usage"]["completion_tokens"] == 2
         eventually(lambda: server.client.get("/health").status_code == 200)
-        time.sleep(0.7)  # an idle engine is in no step, however long
+        time.sleep(0.7)  # longer than the timeout, but an idle engine is in no step
         assert server.client.get("/health").status_code == 200
         assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
 
@@ -99,7 +99,7 @@ def below() -> Iterator[TestClient]:
 def test_a_proxy_may_take_its_prefix_away_or_leave_it(below: TestClient, prefix: str) -> None:
     key = {"Authorization": "Bearer key"}
     body = {"model": "m", "prompt": "Once", "max_tokens": 2, "stream": False}
-    assert below.get(f"{prefix}/health").status_code == 200  # which needs no key
+    assert below.get(f"{prefix}/health").status_code == 200  # needs no key
     assert below.get(f"{prefix}/v1/models").status_code == 401
     assert below.get(f"{prefix}/v1/models/m", headers=key).json()["id"] == "m"
     assert below.post(f"{prefix}/v1/completions", json=body, headers=key).status_code == 200
@@ -128,7 +128,7 @@ def shared() -> Iterator[TestClient]:
 
 
 def test_a_page_of_a_named_origin(shared: TestClient) -> None:
-    """The browser's first request has no key. The page may then read answers and refusals."""
+    """The browser's preflight request has no key. The page may then read answers and refusals."""
     origin = {"Origin": "https://good.example"}
     asking = origin | {
         "Access-Control-Request-Method": "POST",
@@ -187,7 +187,7 @@ def test_an_unexpected_error_has_the_requests_id_and_can_be_read_by_a_page() -> 
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:
-    """Every line an object, with what all of them have."""
+    """Return the JSON objects of all lines, which must have a time, a level, a message and a logger."""
     lines = [json.loads(line) for line in text.splitlines()]
     for line in lines:
         datetime.datetime.fromisoformat(line["time"])
@@ -199,7 +199,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def logged() -> Iterator[io.StringIO]:
-    """What our own modules log, as JSON."""
+    """The JSON log of the modules of `common`."""
     handler, ours = logging.StreamHandler(io.StringIO()), logging.getLogger("common")
     handler.setFormatter(JsonLines())
     level = ours.level

@@ -1,4 +1,4 @@
-"""A server without keys, and pages of other sites: the names it answers to, and requests that a browser sends."""
+"""A server without keys, protected from pages of other sites: allowed host names, and refused browser requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORIGIN = "https://friend.example"
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    """An app that pages of one other site may use."""
+    """A client of an app that pages of one other site may use."""
     hosts = AllowedHosts("127.0.0.1", ["chat.example.org"])
     with app_with(hosts=hosts, cors_origins=[ORIGIN]) as client:
         yield client
@@ -77,7 +77,7 @@ def test_names_follow_the_address(bound: str, others: list[str], host: str, allo
 
 
 def test_the_command_line() -> None:
-    """A server without keys refuses by name. A server with keys asks for a key instead."""
+    """A server without keys refuses unknown host names. A server with keys requires a key instead."""
     with ServerProcess(
         "phase5_continuous", "--max-seq-len", "64", "--allowed-host", "mine.example,its.example"
     ) as server:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Sleeper:
-    """A clock that `asyncio.sleep` turns forward."""
+    """A clock that only `asyncio.sleep` advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -81,7 +81,7 @@ async def test_other_answers_do_not_wait(
 
 
 async def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal that waits may hold a body of two megabytes."""
+    """The number of waiting refusals is bounded, because each may hold a body of two megabytes."""
     ask, _sleeper = paced(422, monkeypatch)
     begun: list[float] = []
     release = asyncio.Event()

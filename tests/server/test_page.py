@@ -1,4 +1,4 @@
-"""The page at `/`: what it says, and, in a real browser, its conversations beside the engine's steps."""
+"""The page at `/`: its text, and, in a real browser, its conversations beside the engine's steps."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def slow() -> Iterator[LocalServer]:
         yield server
 
 
-#: Keeps the bodies that the page posts.
+#: Records the bodies that the page posts.
 RECORDER = """(() => {
     window.sent = [];
     const post = window.fetch;
@@ -113,7 +113,7 @@ def opened(tab: Tab, server: Any, **how: Any) -> None:
 
 
 def write(tab: Tab, text: str, **settings: float | str) -> None:
-    """Write a message into the form, settings as well, and press Enter."""
+    """Fill in settings and a message, and press Enter."""
     for name, value in settings.items():
         tab.ask(f"document.getElementById({name!r}).value = {value!r}")
     tab.ask("document.getElementById('prompt').value = ''; document.getElementById('prompt').focus()")
@@ -125,7 +125,7 @@ def answered(tab: Tab) -> str:
     """Wait until the answer in the shown conversation has ended. Return its last line."""
     tab.ask(
         "new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))"
-    )  # what was sent is drawn
+    )  # until the message is drawn
     tab.until("document.getElementById('stop').hidden && document.querySelectorAll('.turn').length")
     about: str = tab.ask("document.querySelector('.turn:last-of-type .about').textContent")
     return about
@@ -143,7 +143,7 @@ def messages(tab: Tab, request: int) -> list[dict[str, str]]:
 
 
 def joined(text: str) -> str:
-    """A text without its white space: the page makes paragraphs of some."""
+    """Return a text without white space, some of which the page turns into paragraphs."""
     return "".join(text.split())
 
 
@@ -439,7 +439,7 @@ def test_a_model_without_a_chat_template_continues_text(tab: Tab, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[ServerProcess]:
-    """A server that wants a key, as the strictest do."""
+    """A server that requires a key."""
     with ServerProcess(
         "phase7_chunked",
         *("--max-seq-len", "512", "--max-batch-size", "4", "--num-blocks", "64"),
@@ -500,7 +500,7 @@ def test_the_picture_follows_the_engine_until_it_is_paused(
     assert {"prompt tokens", "one new token"} <= explained
     assert not any("found" in each or "kept" in each for each in explained), "this phase shares no memory"
 
-    tab.point("[data-do=back]", click=True)  # pauses: what comes is not shown until it is asked for
+    tab.point("[data-do=back]", click=True)  # pauses: new steps are not shown until the reader goes on
     shown = engine_line(tab)
     live.complete(max_tokens=5)
     tab.ask("new Promise(resolve => setTimeout(resolve, 300))")

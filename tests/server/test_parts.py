@@ -206,7 +206,7 @@ def test_text_is_held_back_only_while_it_may_become_a_marker() -> None:
 def test_a_long_call_is_searched_once_and_parsed_once(
     kind: type[PartsReader], before: str, behind: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its text comes letter by letter, with brackets that could end it if they were not in a string."""
+    """The call comes letter by letter. Brackets inside a string must not be taken for its end."""
     searched: list[int] = []
     find = End.find
 
@@ -222,7 +222,7 @@ def test_a_long_call_is_searched_once_and_parsed_once(
         monkeypatch.setattr(call_readers, name, parse)
     text = before + "a)}, " * 500 + (behind if is_whole else "")
     _, _, calls = read(kind(names=NAMES), *text)
-    assert bool(calls) is (is_whole and kind is not LlamaReader)  # there the name is of no tool
+    assert bool(calls) is (is_whole and kind is not LlamaReader)  # Llama's text names no known tool
     assert sum(searched) <= len(text)
     assert parses["_HEAD"].match.call_count <= 2
     assert parses["_loaded"].call_count + parses["_named_values"].call_count <= 2
@@ -237,7 +237,7 @@ def test_each_call_has_an_id_of_its_own() -> None:
 
 # ---------------------------------------------------------------------- the choice of a reader
 
-#: Begin of a template, the dialect's syntax, whether the template knows tools, and whether the model thinks.
+#: Beginning of a template, the dialect's syntax, whether the template knows tools, and whether the model reasons.
 TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
     "qwen 2.5": (
         r'{% if tools %}{{ "<tool_call>\n{\"name\": 1, \"arguments\": 2}" }}{% endif %}',

@@ -1,4 +1,4 @@
-"""Parts of the server that are told apart better without a socket."""
+"""Parts of the server, tested without a socket."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_route_has_to_translate_an_error_of_the_engine(kind: type[Exception])
     def failing(prefix: str) -> None:
         raise kind("it went wrong")
 
-    with TestClient(app) as client:  # raises what no handler takes
+    with TestClient(app) as client:  # it raises exceptions that have no handler
         for prefix in ("plain", "openai"):
             response = client.get(f"/{prefix}/failing")
             expected = from_exception(kind("it went wrong"))
@@ -58,9 +58,9 @@ def test_messages_are_short() -> None:
 
 
 class Connection:
-    """An ASGI connection whose client reads as the test says.
+    """An ASGI connection whose client reads at once, or never (`stalled`).
 
-    As the HTTP server has it, a client whose response is complete has disconnected.
+    As in the HTTP server, a client counts as disconnected once its response is complete.
     """
 
     def __init__(self, *, stalled: bool = False) -> None:
@@ -84,7 +84,7 @@ class Connection:
 def serve(
     connection: Connection, events: AsyncIterator[bytes], backlogs: Backlogs | None = None, **options: float
 ) -> list[str | None]:
-    """Send a stream to its end; what it was closed with."""
+    """Send a stream to its end. Returns the reasons with which it was closed."""
     closed: list[str | None] = []
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Echoed prompts, log-probabilities and ids of their tokens, and biases: what evaluation tools live on."""
+"""Echoed prompts, log-probabilities and ids of their tokens, and biases, which evaluation tools need."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ SCORED = "A prompt that is only scored, by"
 
 
 def test_no_tokens_and_an_echo(server: ServerProcess) -> None:
-    """The prompt is computed and told, and nothing is generated, in every wire format."""
+    """With `max_tokens` 0, every wire format has the prompt and its log-probabilities, and no new token."""
     prompts = [SCORED, "Nobody"]
     fields = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 2, "return_token_ids": True}
     one = server.complete(**fields, max_tokens=1, ignore_eos=True)
@@ -203,7 +203,7 @@ def test_of_a_prompt_only_so_much_is_taken(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_cut_to_what_fits(server: ServerProcess, side: str) -> None:
-    """-1: as many tokens of the prompt as leave room for `max_tokens` within the server's 1,024."""
+    """-1 keeps as many prompt tokens as fit with `max_tokens` into the server's 1,024."""
     prompt = [50 + i % 7 for i in range(1500)]
     cut = {
         "truncate_prompt_tokens": -1,

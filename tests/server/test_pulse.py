@@ -43,7 +43,7 @@ async def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
         beating = asyncio.create_task(Pulse(engine, worker).run())
         await asyncio.sleep(0.05)
         assert not lines(caplog)
-        with worker.hold_places(2) as places:  # both at once: they are in the same steps
+        with worker.hold_places(2) as places:  # both at once, so that they are in the same steps
             streams = places.submit([engine.create_request(prompt, greedy(8)) for prompt in ("one", "two")])
         await until(held.is_set)
         before = len(lines(caplog))
@@ -59,7 +59,7 @@ async def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
         await until(lambda: not engine.telemetry.latest.active)
         count = len(lines(caplog))
         await asyncio.sleep(0.05)
-        assert len(lines(caplog)) - count <= 1  # one may have been due
+        assert len(lines(caplog)) - count <= 1  # one line may have been due
         beating.cancel()
 
 
@@ -70,7 +70,7 @@ FREED_MB = 150
     not Path("/proc/self/statm").exists() or platform.libc_ver()[0] != "glibc", reason="of GNU's C library"
 )
 async def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects that stay lie among those that are freed, so the allocator can give no end of its heap back."""
+    """Kept objects lie between freed ones, so the allocator cannot return the end of its heap by itself."""
     monkeypatch.setattr(logs, "PULSE_EVERY_S", 0.01)
     process = psutil.Process()
     engine = build("continuous", clock=time.monotonic)

@@ -1,6 +1,6 @@
-"""Models that reason: their thoughts apart from the answer, in chat and in responses, whole and streamed.
+"""Models that reason: their thoughts are separated from the answer, in chat and in responses, whole and streamed.
 
-A template like Qwen 3's stands beside the bundled model. Grammars make it think.
+The bundled model gets a template like Qwen 3's, and grammars force it to write thoughts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEMPLATE = """\
 ASKED: list[Any] = [{"role": "user", "content": "Is the fox brave?"}]
 THOUGHT = "Foxes are brave."
 ANSWER = "It is."
-#: The texts of a thinking model, and of one whose prompt has opened the thought.
+#: Grammars for the text of a thinking model, and of one whose prompt has opened the thought.
 THINKS = {"structured_outputs": {"regex": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}".replace(".", "\\.")}}
 GOES_ON = {"structured_outputs": {"regex": f"{THOUGHT}\n</think>\n\n{ANSWER}".replace(".", "\\.")}}
 LONG = {"max_tokens": 64}
@@ -172,7 +172,7 @@ def test_a_thought_is_an_item_of_its_own(server: ServerProcess) -> None:
 
 
 def test_an_answer_that_is_only_a_thought(server: ServerProcess) -> None:
-    """If the model ends after its thought, the message is empty; if it is cut off within it, there is none."""
+    """If the answer ends after its thought, the message is empty. If it ends within the thought, there is none."""
     fields = {"input": ASKED, "structured_outputs": {"regex": "<think>\nFoxes\\.\n</think>"}}
     whole = respond(server, **fields, max_output_tokens=64)
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
@@ -206,7 +206,7 @@ CHAT_FORM = {"type": "json_schema", "json_schema": {name: FORM[name] for name in
 
 
 def test_a_schema_is_not_forced_on_a_thought(server: ServerProcess) -> None:
-    """If the prompt has opened a thought, a short answer is all thought. Otherwise the answer may begin at once."""
+    """If the prompt has opened a thought, a short answer is only thought. If not, it may follow the schema."""
     opened = {"chat_template_kwargs": {"opens_thought": True}}
     message = chat(server, response_format=CHAT_FORM, max_tokens=9, **opened)["choices"][0]["message"]
     assert message["reasoning_content"]

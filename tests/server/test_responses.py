@@ -40,7 +40,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 def assert_known(value: Any) -> None:
-    """OpenAI's types have every field of an answer, at every depth. OpenAI sends `store` and `bytes`, too."""
+    """Assert that OpenAI's types have every field of an answer except `store` and `bytes`. OpenAI sends both."""
     if isinstance(value, BaseModel):
         assert set(value.model_extra or ()) <= {"store", "bytes"}, value.model_extra
         for name in value.model_fields_set:
@@ -51,7 +51,7 @@ def assert_known(value: Any) -> None:
 
 
 def respond(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, Any]:
-    """Ask for a response, which is one of OpenAI's."""
+    """Request a response, and check it against OpenAI's types."""
     answer = answer_of(server.ask(f"{prefix}/responses", **fields))
     assert_known(Response.model_validate(answer, strict=True))
     return answer
@@ -68,13 +68,13 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, each one of OpenAI's with its own number and name."""
+    """Return the events of a stream, after checking their types, numbers and names."""
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
     named = list(read_events(response))
     events = [data for _, data in named]
     for number, (name, data) in enumerate(named):
         assert (data["type"], data["sequence_number"]) == (name, number)
-        if name != "error":  # which repeats its fields as an object
+        if name != "error":  # an error has its fields twice, once as an object
             assert_known(EVENTS.validate_python(data, strict=True))
     return events
 
@@ -84,7 +84,7 @@ def stream(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> list[di
 
 
 def settled(answer: dict[str, Any]) -> dict[str, Any]:
-    """A response without the fields that no two have in common: ids, times and tokens found in the cache."""
+    """Return a response without the fields that differ between equal answers: ids, times and cached tokens."""
     items = [{name: value for name, value in item.items() if name != "id"} for item in answer["output"]]
     rest = {name: value for name, value in answer.items() if name not in ("id", "created_at", "completed_at")}
     usage = {name: value for name, value in answer["usage"].items() if name != "input_tokens_details"}
@@ -308,7 +308,7 @@ TOOLS = {"tools": [FOX, OWL], "max_output_tokens": 200}
 
 
 def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Name and arguments of each call, all with ids of their own."""
+    """Return name and arguments of each call. All calls must have different ids."""
     items = [item for item in answer["output"] if item["type"] == "function_call"]
     assert len({item[name] for item in items for name in ("id", "call_id")}) == 2 * len(items)
     return [(item["name"], json.loads(item["arguments"])) for item in items]
@@ -370,7 +370,7 @@ def test_a_model_need_not_call(server: ServerProcess) -> None:
 
 
 def test_the_loop_of_an_agent(server: ServerProcess) -> None:
-    """A call and its output go back, as items of the answer and as those of another server."""
+    """The next request has the call and its output, as items of the answer or in another server's form."""
     first = respond(server, **TOOLS, tool_choice="required")
     outputs = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": "There is one fox."}

@@ -1,4 +1,4 @@
-"""The sampling parameters of requests that name none: the checkpoint's, unless the server was told otherwise."""
+"""Default sampling parameters of requests: the checkpoint's, unless an option of the server changes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = "Once there was"
 
 
 def folder_with(tmp_path: Path, **entries: Any) -> str:
-    """A copy of the bundled model whose generation config has these entries beside its EOS ids."""
+    """Copy the bundled model, with these entries added to its generation config. Returns the folder."""
     folder = tmp_path / "model"
     shutil.copytree(ZOO / "llama-tiny", folder)
     path = folder / "generation_config.json"
@@ -54,7 +54,7 @@ def test_a_checkpoints_suggestions_are_the_defaults(tmp_path: Path) -> None:
             assert unnamed != ask(server, route, repetition_penalty=1.0)
             sampled = ask(server, route, temperature=1.5)
             assert sampled == ask(server, route, temperature=1.5, top_p=0.9, top_k=7)
-            for top_k in (-1, 0):  # all tokens, whatever the model suggests
+            for top_k in (-1, 0):  # all tokens, although the model suggests a top_k
                 assert ask(server, route, temperature=3, top_p=1, top_k=top_k) != ask(
                     server, route, temperature=3, top_p=1
                 )
@@ -68,7 +68,7 @@ def test_none_of_them_unless_wanted(tmp_path: Path) -> None:
         assert card(server) == (usual, "server")
         assert ask(server) == ask(server, temperature=1)
         assert ask(server) != ask(server, **SUGGESTED)
-        # The EOS ids of that file hold all the same: a chat would not end without them.
+        # The EOS ids of that file are still used: a chat would not end without them.
         answer = server.ask("/v1/chat/completions", max_tokens=400).json()
         assert answer["choices"][0]["finish_reason"] == "stop"
 

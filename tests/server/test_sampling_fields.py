@@ -1,4 +1,4 @@
-"""Fields of both routes that restrict tokens, show more of the text or of the prompt, and order requests."""
+"""Fields that restrict tokens, show more of the text or of the prompt, or set a priority, on every route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def route(request: pytest.FixtureRequest) -> str:
 
 
 def choice_of(server: ServerProcess, route: str, **fields: Any) -> dict[str, Any]:
-    """The only choice of a JSON answer."""
+    """Return the only choice of a JSON answer."""
     response = server.ask(route, **({"stream": False, "max_tokens": 30} | fields))
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
@@ -34,7 +34,7 @@ def text_in(choice: dict[str, Any]) -> str:
 
 
 def streamed(server: ServerProcess, route: str, **fields: Any) -> str:
-    """The text of a stream's only choice."""
+    """Return the text of a stream's only choice."""
     fields = {"max_tokens": 30} | fields
     if route == "/v1/completions":
         return "".join(data["token"] for name, data in server.events(**fields) if name == "token")
@@ -114,7 +114,7 @@ def test_a_stop_string_is_shown_on_request(server: ServerProcess, route: str) ->
 
 
 def test_special_tokens_are_shown_on_request(server: ServerProcess, route: str) -> None:
-    """The end of a turn is a special token. As vLLM does, it is shown if stop strings are."""
+    """The end-of-turn token is shown only if special tokens and stop strings are both shown, as in vLLM."""
     fields = {"prompt": rendered(MESSAGES)} if route.endswith("v1/completions") else {}
     fields |= {"max_tokens": 400}
     hidden = text_in(choice_of(server, route, **fields))

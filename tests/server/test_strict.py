@@ -1,4 +1,4 @@
-"""Completions under `/openai/v1`: what strict tools ask of a server."""
+"""Completions under `/openai/v1`, in exactly OpenAI's form, for strict tools."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_refusals_are_400(server: ServerProcess, fields: dict[str, Any], param: 
 
 @pytest.mark.parametrize("path", ["/v1/completions", PATH, "/v1/chat/completions"])
 def test_an_error_in_a_stream_says_whose_it_is(gated: ServerProcess, path: str) -> None:
-    """The error chunk of several choices names its choice; with one choice there is nothing to name.
+    """If there are several choices, an error chunk names its choice.
 
-    The log says what failed, and the client is not told.
+    The cause is in the log, not in the answer.
     """
     gated.order("fail")
     for n in (1, 3):
@@ -119,7 +119,7 @@ def test_an_error_in_a_stream_says_whose_it_is(gated: ServerProcess, path: str) 
 
 @pytest.mark.parametrize("order", ["fail", "nan"])
 def test_a_failed_request_is_not_sent_again(gated: ServerProcess, order: str) -> None:
-    """The library sends a request up to three times, unless the server's answer says that it is no use."""
+    """The library sends a request up to three times, unless the answer has `x-should-retry: false`."""
     gated.order(order)
     with (
         openai.OpenAI(base_url=f"{gated.url}/v1", api_key="none") as client,

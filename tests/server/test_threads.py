@@ -1,4 +1,4 @@
-"""Who computes: one thread of the process, from loading the model to the last token."""
+"""One thread of the process computes, from loading the model to the last token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for eve
 
 
 def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
-    """Threads of a process that has answered requests of every kind, with products shared out to so many."""
+    """Serve requests of several kinds with `workers` OpenMP threads. Returns the process's number of threads."""
     env = {"OMP_NUM_THREADS": str(workers), "OPENBLAS_NUM_THREADS": "1"}  # numpy has threads of its own
     with ServerProcess(phase, *flags, env=env) as server:
         server.complete(prompt=PREFILL, max_tokens=12, temperature=1, top_p=0.9, seed=4)
@@ -32,14 +32,14 @@ def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
     ("served", "flag"), [("phase7_chunked", None), ("phase9_pipelined", "--pass-threads")]
 )
 def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> None:
-    """A second thread that computes would bring a second pool, and every pass would take twice as long."""
+    """A second computing thread would start a second pool of workers, and every pass would take twice as long."""
     two, one = (threads_of_a_server(served, n, *([flag, str(n)] if flag else [])) for n in (2, 1))
     assert two - one == 1
 
 
 @pytest.mark.slow
 def test_a_step_that_hangs_does_not_keep_the_server() -> None:
-    """The clients get an error and the process ends, although the pass never does."""
+    """The clients get an error and the process ends, although the pass never ends."""
     with ServerProcess(
         "phase7_chunked",
         *("--shutdown-timeout", "0.2", "--max-batch-size", "4"),
@@ -53,7 +53,7 @@ def test_a_step_that_hangs_does_not_keep_the_server() -> None:
 
 
 def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
-    """A thread inside a request cannot be interrupted. The process ends without it."""
+    """A thread that works for a request cannot be interrupted. The process ends without waiting for it."""
     with ServerProcess(
         "phase5_continuous", "--shutdown-timeout", "0.2", module="tests.server.gated_server"
     ) as server:
@@ -66,7 +66,7 @@ def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
         assert "Traceback" not in server.log_text
 
 
-#: A server whose engine is built as the test says, in the process that the test starts.
+#: A program that serves and runs `{builds}` instead of building an engine.
 BUILDING = """
 import sys, types
 import torch
@@ -84,7 +84,7 @@ serve.main("phase4_static", ["--port", "0", "--engine-process", "off"])
 
 
 def test_an_interrupt_while_the_engine_is_built() -> None:
-    """The building thread is inside torch and goes on. The process ends all the same, with one line."""
+    """The thread that builds the engine keeps running inside torch. The process ends anyway, with one line."""
     script = BUILDING.format(builds="while True: torch.ones(500, 500) @ torch.ones(500, 500)")
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -96,7 +96,7 @@ def test_an_interrupt_while_the_engine_is_built() -> None:
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=HANG_S)
     finally:
-        process.kill()  # if it has not ended it computes for ever
+        process.kill()  # in case it still computes
     assert (process.returncode, log) == (130, "interrupted\n")
 
 

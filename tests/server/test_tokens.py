@@ -1,4 +1,4 @@
-"""Text to token ids and back, as vLLM's clients ask for it."""
+"""Text to token ids and back, by the routes of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in chat: which calls an answer has, whole and streamed, beside every field that shapes answers."""
+"""Tools in chat: the calls of an answer, whole and streamed, combined with the other fields that shape answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ask(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> dict[str, 
 
 
 def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Name and arguments of each call, after a check of their form."""
+    """Check the form of each call. Returns name and arguments of each."""
     calls = choice["message"].get("tool_calls", [])
     assert len({call["id"] for call in calls}) == len(calls)
     for call in calls:
@@ -65,7 +65,7 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def settled(chunks: list[dict[str, Any]], choices: int) -> list[dict[str, Any]]:
-    """The choices that a stream's chunks add up to, without ids. Their order is checked."""
+    """Join a stream's chunks to choices, without ids, and check the order of the chunks."""
     whole: list[dict[str, Any]] = [
         {"text": "", "calls": [], "logprobs": [], "reason": None} for _ in range(choices)
     ]
@@ -92,7 +92,7 @@ def settled(chunks: list[dict[str, Any]], choices: int) -> list[dict[str, Any]]:
 
 
 def same(choice: dict[str, Any]) -> dict[str, Any]:
-    """A JSON answer's choice in the form of `settled`."""
+    """Return a JSON answer's choice in the form of `settled`."""
     message = choice["message"]
     functions = [call["function"] for call in message.get("tool_calls", ())]
     return {
@@ -128,7 +128,7 @@ def test_a_named_function_is_called(server: ServerProcess, named: dict[str, Any]
 
 
 def test_several_calls(server: ServerProcess) -> None:
-    """Some of these answers have several."""
+    """At least one of eight sampled answers has several calls."""
     answer = ask(server, tool_choice="required", temperature=1.3, seed=1, n=8, max_tokens=400)
     ended = [calls_of(each) for each in answer["choices"] if each["finish_reason"] == "tool_calls"]
     assert max(map(len, ended)) > 1
@@ -153,7 +153,7 @@ def test_none_tells_the_model_of_no_tools(server: ServerProcess) -> None:
 
 @ON_FIRST_AND_LAST
 def test_a_strict_call_may_come_and_then_follows_its_schema(server: ServerProcess) -> None:
-    """Where the text is to be a number, and no digit may come, only a call is left."""
+    """The text must be a number. If a bias forbids all digits, only a call is possible."""
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     digits = [i for i in range(tokenizer.vocab_size) if set("-0123456789") & set(tokenizer.decode([i]))]
     number = {
@@ -319,7 +319,7 @@ TEMPLATE = """\
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """A server of each syntax; two of the templates show tools, and the last is Gemma's, which knows none."""
+    """A server for each syntax of calls. Two of the templates show tools. The last one, Gemma's, does not."""
     source = ZOO / ("gemma3-tiny" if request.param == "pythonic" else "llama-tiny")
     folder = Path(shutil.copytree(source, tmp_path_factory.mktemp("other") / "model"))
     if request.param in KNOWS_TOOLS:

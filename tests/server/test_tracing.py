@@ -1,4 +1,4 @@
-"""Traces of servers: asked for over HTTP, and written to a file until the end, whatever the end is."""
+"""Traces of servers: read over HTTP, and written to a file until the server ends, in whichever way it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_trace_of_the_next_moments(server: ServerProcess) -> None:
     server.begin_test()
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.client.get, "/trace", params={"seconds": 1.5})
-        again = pool.submit(server.client.get, "/trace", params={"seconds": 0.1})  # two at a time
+        again = pool.submit(server.client.get, "/trace", params={"seconds": 0.1})  # two traces at a time
         while not asked.done():
             server.complete(max_tokens=4)
         response = asked.result(HANG_S)
@@ -61,7 +61,7 @@ def test_a_reader_who_leaves_has_a_trace_and_the_server_goes_on(server: ServerPr
 def test_a_server_that_is_idle_at_first_is_recorded_to_the_end(server: ServerProcess) -> None:
     server.begin_test()
     with httpx.stream("GET", f"{server.url}/trace", params={"seconds": 1.5}, timeout=HANG_S) as response:
-        time.sleep(0.5)  # several looks at what was recorded find nothing
+        time.sleep(0.5)  # the recording is sent several times while it is empty
         server.complete(max_tokens=3)
         events = read_trace(response.read())
     assert requests_of([*events])
@@ -75,7 +75,7 @@ def test_no_time_at_all(server: ServerProcess, seconds: str) -> None:
 
 @pytest.fixture
 def local() -> Iterator[LocalServer]:
-    """A server whose clients must take what they are sent within half a second."""
+    """A server whose clients must read sent bytes within half a second."""
     server = LocalServer(SERVED, backlogs=Backlogs(send_timeout_s=0.5), max_seq_len=4096)
     yield server
     eventually(lambda: not server.engine.watchers)
@@ -84,7 +84,7 @@ def local() -> Iterator[LocalServer]:
 
 
 def ask(server: LocalServer, method: bytes, path: bytes) -> socket.socket:
-    """A connection on which a request was sent. It has a small buffer."""
+    """Return a connection with a small buffer, after sending a request on it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(HANG_S)

@@ -1,7 +1,7 @@
-"""Many requests at once, in every phase over HTTP: who waits for whom, and what happens when memory runs out.
+"""Many requests at once, in every phase over HTTP: which requests wait, and what happens when memory runs out.
 
-The server computes four sequences together and lets sixteen wait. In the phases that share out blocks of memory,
-there are too few of them for four long sequences.
+The server computes four sequences together and lets sixteen wait. In phases with blocks, the pool has too few
+blocks for four long sequences.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def shared_busy(phase: str) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def busy(shared_busy: ServerProcess) -> Iterator[ServerProcess]:
-    """A server as it is without requests, which it must be again at the test's end."""
+    """A server that is idle, and must serve the next request after the test."""
     shared_busy.begin_test()
     yield shared_busy
     shared_busy.order("open")
@@ -100,10 +100,10 @@ def test_sixteen_at_once_all_complete_and_one_more_is_refused(busy: ServerProces
 
 def test_everyone_completes_where_blocks_run_out(busy: ServerProcess, phase: str) -> None:
     orders = [{"prompt": f"The fox number {number}", **LONG} for number in range(4)]
-    batch = hold_a_full_batch(busy, max_tokens=1)  # a longer one would be preempted for its seats
+    batch = hold_a_full_batch(busy, max_tokens=1)  # short, so that it frees its seats at once
     room = busy.queue_room()
     crowd = in_background(4, lambda number: post(busy, **orders[number]))
-    eventually(lambda: busy.queue_room() == room - 4)  # so they will be computed together
+    eventually(lambda: busy.queue_room() == room - 4)  # so that they are computed together
     busy.order("open")
     assert batch.result(HANG_S).status_code == 200
     texts = [text_of(each.result(HANG_S)) for each in crowd]

@@ -1,4 +1,4 @@
-"""`--engine-process on`: answers are those of one process, and the end of either process is a good end of both.
+"""`--engine-process on`: answers are those of one process, and if either process ends, both end cleanly.
 
 With `INFER_ENGINE_PROCESS=on` in the environment, other tests start their servers in this form, too.
 """
@@ -41,7 +41,7 @@ ON = ("--engine-process", "on")
 
 
 def engine_of(server: int) -> psutil.Process:
-    """The engine's process of a server's."""
+    """Return the engine's process, a child of the server's process."""
     found: list[psutil.Process] = []
 
     def has_started() -> bool:
@@ -174,7 +174,7 @@ def test_a_client_that_leaves_frees_its_place(split: ServerProcess) -> None:
 def test_a_request_is_cancelled_while_its_grammar_is_compiled(split: ServerProcess) -> None:
     schema = {"type": "integer", "multipleOf": 7919}
     grammar = {"structured_outputs": {"json": schema}}
-    split.complete(max_tokens=4, **grammar)  # its verdict is known from now on
+    split.complete(max_tokens=4, **grammar)  # from now on it is known whether the grammar can be served
     with split.streaming(max_tokens=1000, n=3, **grammar):
         pass
     eventually(lambda: split.counters()["requests_added"] == 4)
@@ -233,7 +233,7 @@ def test_a_killed_front_leaves_no_engine_behind(mortal_split: ServerProcess, com
 
 
 def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
-    """A terminal sends it to every process of the command."""
+    """A terminal sends SIGINT to every process of the command. Both end without an error."""
     command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu", *ON]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""A simulated engine plans, step for step, what the real one plans."""
+"""A simulated engine has, step for step, the same plans as the real one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.engine_helpers import Clock, assert_all_free, build
 NAMES = {phase_number(name): name for name in phase_names()}
 SHARED = list(range(1, 25))  # six blocks that half of the prompts begin with
 
-Coming = list[tuple[int, list[int], int]]  # before which step, the prompt, how many tokens it asks for
+Coming = list[tuple[int, list[int], int]]  # the step before which a request comes, its prompt, its new tokens
 
 
 def crowd(seed: int) -> Coming:
-    """Requests in bursts and alone, short and long, of which half begin alike."""
+    """Return requests in bursts and alone, short and long. Half of them share a prefix."""
     rng = random.Random(seed)
     coming = []
     for index in range(24):
@@ -46,7 +46,7 @@ class Seen:
         pool = self.engine.runner.pool
         counts = {
             name: getattr(record, name) for name in StepRecord.__slots__ if not name.endswith("_s")
-        }  # all but times
+        }  # all counts, without times
         self.steps.append(
             (
                 [request.request_id for request in plan.decode],
@@ -59,7 +59,7 @@ class Seen:
 
 
 def serve(engine: Engine, coming: Coming) -> list[Any]:
-    """Run steps until no request is left, whatever the clock says. Returns their records."""
+    """Run steps until no request is left, without regard to the clock. Returns the records of the steps."""
     seen = Seen(engine)
     left = list(coming)
     for step in range(2000):
@@ -77,12 +77,12 @@ def both(phase: int, **options: Any) -> tuple[Engine, Engine]:
     if phase == 4:
         options["batch_wait_timeout_s"] = 0.0
     if phase == 10:
-        options["draft_length"] = 0  # made-up tokens are no text to guess from
+        options["draft_length"] = 0  # guesses need real text, which the simulator does not have
     real = build(NAMES[phase], clock=Clock(), **options)
     return real, simulate_engine(phase, ONE_SECOND_A_PASS, **options)
 
 
-TIGHT = {"block_size": 4, "num_blocks": 24}  # less than two of the longest requests need: one is preempted
+TIGHT = {"block_size": 4, "num_blocks": 24}  # not enough for two of the longest requests, so one is preempted
 
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     *((phase, {}) for phase in NAMES),

@@ -59,7 +59,7 @@ def test_steps_of_int8_weights_take_half_the_reading() -> None:
 
 
 def test_the_rate_is_scaled_to_what_is_simulated() -> None:
-    """As `benchmarks compare` does: a machine of half the speed gets half the rate."""
+    """As in `benchmarks compare`, a machine of half the speed gets about half the rate."""
 
     def rate(gpu: str, *more: str) -> float:
         given = ["--gpu", gpu, "--phases", "5", "--workload", "continuous_batching", "--requests", "8", *more]
@@ -105,7 +105,7 @@ def test_a_workload_of_equal_requests() -> None:
 
 
 def crowd(count: int) -> list[Arrival]:
-    """Four texts that others begin with, in turn."""
+    """Return requests that begin with one of four texts, in turn."""
     return [
         Arrival(i, 0.1 * i, [*range(100 * (i % 4), 100 * (i % 4) + 64), 1000 + i], 8) for i in range(count)
     ]
@@ -131,7 +131,7 @@ def test_prefix_routing_finds_more_in_memory() -> None:
         run(engines, crowd(40), Timelines(), route=Routed(POLICIES[policy](seed=0)))
         return sum(engine.telemetry.counters.cached_tokens for engine in engines)
 
-    assert cached("prefix") == 36 * 64  # all but each text's first
+    assert cached("prefix") == 36 * 64  # every request but the first of each text
     assert cached("random") < 0.8 * cached("prefix")
 
 

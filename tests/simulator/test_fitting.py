@@ -1,4 +1,4 @@
-"""Prices that are known come out again, and a committed run's steps are planned as they were measured."""
+"""Fitting finds known prices, and the simulator plans the steps of a published run as they were measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def published() -> list[Together]:
 
 
 def committed(workload: str, phase: int) -> Run:
-    """The run of a phase in the published line-up that has its timeline."""
+    """Return the run of a phase in the published line-up that was published with its timeline."""
     return next(
         run.model_copy(deep=True)
         for each in published()
@@ -46,7 +46,7 @@ def test_known_prices_are_found() -> None:
     found = fit_prices(amounts, seconds)
     assert found == pytest.approx(prices, rel=0.05, abs=2e-6)
     assert (found >= 0).all()
-    assert (amounts @ found).sum() == pytest.approx(seconds.sum())  # however wrong each step is
+    assert (amounts @ found).sum() == pytest.approx(seconds.sum())  # even if single steps do not fit
 
 
 def test_a_price_that_would_be_negative_is_none() -> None:
@@ -97,7 +97,7 @@ def test_prices_of_a_run_predict_it() -> None:
     predicted = figures(simulate_run(run, cost_of(replays)))
     assert predicted == pytest.approx((tokens_per_s, ttft_s), rel=0.15)
     fit = fit_group(Group.of(run), replays, held_out(replays))
-    assert (fit.step_error, fit.total_error) == (None, None)  # no other workload to tell
+    assert (fit.step_error, fit.total_error) == (None, None)  # there is no other workload to test on
 
 
 def test_fits_survive_their_file(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
     cost = RooflineCost(shape, Device(1e12, 1e14, 1.0, launch_s=0.0))
     weights_s = 1_235_814_400 * 2 / 1e12
     alone, eight = (cost.pass_s(Work(rows, 0, 0, 0, 0, rows)) for rows in (1, 8))
-    assert alone == eight == pytest.approx(weights_s, rel=1e-3)  # eight cost what one does
-    assert cost.pass_s(Work(0, 0, 0, 4096, 0, 1)) > 10 * weights_s  # a prompt computes
+    assert alone == eight == pytest.approx(weights_s, rel=1e-3)  # eight rows cost as much as one
+    assert cost.pass_s(Work(0, 0, 0, 4096, 0, 1)) > 10 * weights_s  # a prompt is bound by arithmetic
     int8 = RooflineCost(shape, Device(1e12, 1e14, 1.0, launch_s=0.0), int8=True)
     assert int8.pass_s(Work(1, 0, 0, 0, 0, 1)) == pytest.approx(weights_s / 2, rel=1e-2)
     assert int8.pass_s(Work(0, 0, 0, 4096, 0, 1)) == cost.pass_s(
         Work(0, 0, 0, 4096, 0, 1)
-    )  # widened: as many
+    )  # the same arithmetic, because weights are widened
     more = cost.pass_s(Work(8, 80_000, 80_000, 0, 0, 8))
     shared = cost.pass_s(Work(8, 80_000, 10_000, 0, 0, 8))
     assert weights_s < shared < more
@@ -163,7 +163,7 @@ def test_percentiles_of_a_histogram_are_close_to_the_exact_ones() -> None:
 
 
 def test_one_run_of_each_published_server_is_usable() -> None:
-    """A run that had not kept its steps would fall out of the tables unseen."""
+    """A server without a run that has its steps would be missing from the tables without notice."""
     for each in published():
         if each.runs[0].comparison == LINEUP:
             kept = [run.server.label for run in each.runs if run.engine_steps]

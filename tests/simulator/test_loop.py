@@ -38,7 +38,7 @@ def engine(phase: int, cost: LinearCost = COST, **options: Any) -> Engine:
 
 
 def tight(phase: int) -> Engine:
-    """An engine with so little memory that sequences preempt each other, if memory comes in blocks."""
+    """Build an engine. If it has blocks, they are so few that sequences are preempted."""
     blocks = {"block_size": 4, "num_blocks": 60} if phase >= 6 else {}
     return engine(phase, max_waiting_requests=3, **blocks)
 
@@ -84,14 +84,14 @@ def test_the_same_arrivals_take_the_same_course(phase: int) -> None:
 
 
 def test_time_is_what_the_cost_says() -> None:
-    """One request alone, step by step."""
+    """The times of one request alone are computed by hand."""
     simulated, seen = engine(7, prefill_chunk_size=8), Timelines()
     run(simulated, [Arrival(0, 1.0, range(12), 2)], seen)
-    chunks = [  # pass, then reading its token
+    chunks = [  # the seconds of a pass, and of reading its token
         0.01 + 8 * 1e-4 + 36e-8 + 1e-3,
         0.01 + 4 * 1e-4 + (9 + 10 + 11 + 12) * 1e-8 + 2e-4 + 1e-3,
         0.01 + 13 * 1e-6 + 2e-4 + 1e-3,
-        0.0,  # lets go of it
+        0.0,  # the step that releases the request
     ]
     assert [step.duration_s for step in simulated.telemetry.records] == pytest.approx(chunks)
     begin = 1.0 + 2e-3
@@ -144,7 +144,7 @@ def test_a_chat_finds_what_was_said_before() -> None:
         [Arrival(0, 0.0, prompt, 9), Arrival(1, 0.0, [99] * 4, 2, after=0, continues=True)],
         Timelines(),
     )
-    assert simulated.telemetry.counters.cached_tokens == 40  # 32 + 9, whose last was not computed
+    assert simulated.telemetry.counters.cached_tokens == 40  # of 32 + 9, the last not computed
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_arrivals_are_read_only_as_places_become_free() -> None:
     simulated.watchers.append(watch)
     run(simulated, burst(), seen)
     assert len(seen.requests) == 500
-    assert most <= 4 + 10 + 4 + 1  # seats, queue, answers on their way, and the one that is looked at
+    assert most <= 4 + 10 + 4 + 1  # seats, queue, answers on their way, and the next arrival
     assert {record.sent_s for record in seen.requests} == {0.0}
 
 

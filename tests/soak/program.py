@@ -1,16 +1,16 @@
-"""Thousands of requests of mixed kinds against each phase, many of them left in the middle: nothing may be lost.
+"""Thousands of requests of mixed kinds against each phase, many of them cancelled: none may be lost.
 
 `python -m tests.soak.program [--phase 7 9] [--requests 10000] [--clients 32]`
 
-| share | kind | must come to |
+| share | kind | must end with |
 | ---: | --- | --- |
 | 40 % | cancelled: the connection is closed at a moment drawn by chance | counted as cancelled or finished, once |
 | 5 % | malformed: no JSON, a wrong type, an unknown field or model, more than fits | a refusal that names it |
 | 1 % | slow readers: some take a second for their answer | their whole answer |
 | the rest | streamed or whole, greedy or not, penalties, grammars, two choices | an answer; if greedy, as alone |
 
-Before and after, the server is asked, and looked at from outside: what it holds for nobody, files, threads, memory.
-All along somebody asks for `/health`.
+Before and after, the program reads the server's telemetry, files, threads and memory. All the time it asks for
+`/health`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONS = {
     "max-waiting-requests": "256",
 }
 CANCELLED, MALFORMED, SLOW = 0.40, 0.05, 0.01  # shares
-SETTLE_S = 30.0  # for what clients have left to be seen and counted
+SETTLE_S = 30.0  # until the server has noticed and counted all clients that left
 PROMPTS = [
     "Once upon a time",
     "The fox",
@@ -60,7 +60,7 @@ PROMPTS = [
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is seen of a server at rest."""
+    """The state of an idle server."""
 
     counters: dict[str, float]
     queue_room: int
@@ -72,12 +72,12 @@ class State:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests.
+    """The outcomes of the requests.
 
     Attributes:
-        ends: by kind, as clients saw it.
-        wrong: what should not have been.
-        health_s: how long each `/health` took.
+        ends: number of requests by kind of end, as clients saw it.
+        wrong: descriptions of errors.
+        health_s: seconds of each `/health`.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -85,13 +85,13 @@ class Tally:
     health_s: list[float] = field(default_factory=list)
 
     def seconds(self, share: float) -> float:
-        """Within which so many of all `/health` came."""
+        """Return the seconds within which this share of all `/health` requests was answered."""
         ordered = sorted(self.health_s)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def state_of(client: httpx.Client, pid: int) -> State:
-    """Once nothing is in flight any more; or as it is after a while."""
+    """Return the server's state once all requests have ended, or after `SETTLE_S` seconds."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         told = client.get("/telemetry").json()
@@ -100,7 +100,7 @@ def state_of(client: httpx.Client, pid: int) -> State:
         reserved = told["steps"][-1]["kv_reserved_tokens"] if told["steps"] else 0
         if (ended == counters["requests_added"] and not reserved) or time.monotonic() > deadline:
             break
-        # A last request, so that the last step on record is one after all others.
+        # One more request, so that the last recorded step comes after all other requests.
         client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": False, "model": MODEL})
     process = psutil.Process(pid)
     return State(
@@ -117,7 +117,7 @@ def state_of(client: httpx.Client, pid: int) -> State:
 
 
 def greedy_bodies() -> Iterator[dict[str, Any]]:
-    """Whose answers are known, being the same alone and beside others."""
+    """Yield greedy requests, whose answers must be the same alone and beside others."""
     for i, prompt in enumerate(PROMPTS * 4):
         yield {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 4 + 5 * (i % 9)}
 
@@ -161,7 +161,7 @@ def malformed(draw: random.Random) -> bytes | dict[str, Any]:
 
 
 class Clients:
-    """So many at a time, each with a connection of its own for each request that it means to leave."""
+    """Sends requests from `count` clients at a time, and checks their answers."""
 
     def __init__(self, url: str, count: int, seed: int) -> None:
         self.tally = Tally()
@@ -171,10 +171,10 @@ class Clients:
         self._known: list[tuple[dict[str, Any], str]] = []
 
     async def run(self, requests: int) -> Tally:
-        """Send so many, and hear of all of them."""
+        """Send `requests` requests, and wait until all have ended."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=120.0, limits=limits) as client:
-            for body in greedy_bodies():  # one after the other: this is each of them alone
+            for body in greedy_bodies():  # one after the other, so each is alone
                 answer = await client.post("/v1/completions", json=body | {"stream": False})
                 self._known.append((body, answer.json()["choices"][0]["text"]))
             numbers = iter(range(requests))
@@ -218,7 +218,7 @@ class Clients:
         stream: bool,
         pause_s: Callable[[], float] | None = None,
     ) -> str:
-        """The text of choice 0. `pause_s`: how long to wait after each line of a stream."""
+        """Return the text of choice 0. `pause_s` returns the seconds to wait after each line of a stream."""
         if not stream:
             answer = await client.post("/v1/completions", json=body | {"stream": False})
             self._expect(answer.status_code == 200, answer.text)
@@ -241,7 +241,7 @@ class Clients:
         return "".join(texts)
 
     async def _cancel(self, client: httpx.AsyncClient, draw: random.Random) -> None:
-        """Leave while the request is on its way, waits, is computed, or is answered."""
+        """Send a request, and close its connection at a random moment."""
         body = drawn_body(draw) | {"max_tokens": draw.randrange(20, 120), "stream": draw.random() < 0.7}
 
         async def asked() -> None:
@@ -272,11 +272,11 @@ class Clients:
 
 
 def soak(phase: str, requests: int, clients: int, seed: int = 0) -> tuple[Tally, State, State, float]:
-    """What became of all requests, the server before and after, and the seconds it took."""
+    """Run the soak on a phase. Returns the outcomes, the server's state before and after, and the seconds."""
     with RunningServer(Target(phase, 0, find_phase_module(phase), dict(OPTIONS))) as server:
         pid = server.pid
         with httpx.Client(base_url=server.url, timeout=60.0) as client:
-            # What is made once, by the first of a kind, is no leak.
+            # A first run makes everything that a server makes only once, which is no leak.
             asyncio.run(Clients(server.url, clients, seed + 1).run(max(100, requests // 10)))
             before = state_of(client, pid)
             began = time.monotonic()
@@ -316,7 +316,7 @@ def row_of(phase: str, tally: Tally, before: State, after: State, taken_s: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 1 if anything was lost."""
+    """Run the command line. Returns 1 if any request was lost."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

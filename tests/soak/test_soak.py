@@ -1,4 +1,4 @@
-"""The short form of the soak: nothing is lost, on any phase, and what is lost would be seen."""
+"""A short run of the soak: no request is lost on any phase, and a lost one would be noticed."""
 
 from __future__ import annotations
 

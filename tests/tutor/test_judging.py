@@ -1,4 +1,4 @@
-"""The judge: the original passes, the emptied tree says what it owes, half-right solutions get their hint."""
+"""The judge: the original passes, an emptied tree lists its missing bodies, half-right solutions get hints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def copy_of(exercise: Exercise, tree: Path) -> Path:
 
 
 def by_hints(exercise: Exercise) -> Exercise:
-    """The same, judged by no more tests than its hints ask for."""
+    """Return the exercise with only those tests that its hints need."""
     asked = set().union(*(hint.fails | hint.holds for hint in exercise.hints))
     tests = [test for idea in exercise.ideas for test in idea.tests if test.rpartition("::")[2] in asked]
     return dataclasses.replace(exercise, ideas=(Idea("all that hints ask for", tuple(tests)),))
@@ -52,7 +52,7 @@ def test_the_emptied_tree_says_what_it_owes(
 ) -> None:
     monkeypatch.setenv(
         "PYTEST_ADDOPTS", "--maxfail=1"
-    )  # of the run that judges, not of the one that is judged
+    )  # an option of the caller's pytest, which must not affect the judge's
     exercise = load_exercise(name)
     set_up(exercise, tmp_path / "tree")
     judgement = judge(exercise, tmp_path / "tree")
@@ -114,7 +114,7 @@ def test_a_loop_without_end_fails_its_test_alone(tmp_path: Path, monkeypatch: py
 
 
 def test_an_error_inside_a_step_in_flight_names_its_line(tmp_path: Path) -> None:
-    """The step runs later, when a stream of the tests calls it. Then the engine catches the error."""
+    """The test's stream runs the step later, and the engine catches its error."""
     exercise = load_exercise("9")
     exercise = dataclasses.replace(exercise, ideas=exercise.ideas[1:2])
     path = copy_of(exercise, tmp_path) / "phase9_pipelined" / "runner.py"

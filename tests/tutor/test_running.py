@@ -1,4 +1,4 @@
-"""A learner's copy that is served, measured and drawn: the right one works, and a wrong one's line is named."""
+"""A learner's copy is served, measured and drawn: a right copy works, and errors of a wrong one name its line."""
 
 from __future__ import annotations
 

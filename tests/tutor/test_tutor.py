@@ -1,4 +1,4 @@
-"""Exercises: which bodies are removed and what stays, that tests and hints exist, and how a judgement reads."""
+"""Exercises: the bodies that are removed, the code that stays, the tests and hints, and the text of a judgement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def judged_by(exercise: Exercise) -> list[str]:
 
 
 def functions(path: Path) -> dict[str, ast.FunctionDef]:
-    """A module's functions and methods, by name."""
+    """Return a module's functions and methods, by name."""
     return dict(emptying._functions(ast.parse(path.read_text())))
 
 
@@ -271,7 +271,7 @@ except ZeroDivisionError as error:
 
 
 def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path) -> None:
-    """A module that the tree lacks is the project's. Every way to log an error names file and line."""
+    """Modules that the tree lacks come from the project. Errors that are logged in any way name file and line."""
     (tmp_path / "phase5_continuous").mkdir()
     (tmp_path / "phase5_continuous" / "scheduler.py").write_text(
         "from common.scheduling import Scheduler as ContinuousScheduler\n"

@@ -70,7 +70,7 @@ class Worker(ABC):
     """A library with the weights loaded.
 
     Attributes:
-        name: the library's, with its version.
+        name: name and version of the library.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Answers under load against answers alone: what is asked, and that a change is counted."""
+"""Answers under load compared with answers alone: the requests, and that changes are counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "zoo:llama-tiny"
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few requests are enough for preemptions."""
+    """Shrink the memory, so that a few requests are enough for preemptions."""
     monkeypatch.setattr(batch_invariance, "NUM_BLOCKS", 24)
 
 
@@ -63,7 +63,7 @@ def test_no_answer_changes_with_native_kernels(dtype: str) -> None:
 
 
 def test_changes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product that is another for a lone row."""
+    """The product of a single row is made different."""
     if not native.is_loaded() or not native.has_products(torch.bfloat16):
         pytest.skip("no native kernels here")
 

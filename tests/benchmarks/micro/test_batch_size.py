@@ -1,4 +1,4 @@
-"""Steps by batch size: what is counted as work, and that every row of the table is measured."""
+"""Steps by batch size: the counted bytes and operations, and that every row of the table is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that the cluster measurements compute. No cluster is started."""
+"""The numbers that the cluster measurements compute. No cluster is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.benchmarks.conftest import record
 
 
 def result() -> LoadResult:
-    """Two requests of three tokens each; sent at 1 and 2 s, done at 4 and 6 s."""
+    """Return the result of two requests with three tokens each, sent at 1 and 2 s, done at 4 and 6 s."""
     records = [record(index, 1.0 + index, [2.0 + 2 * index + n for n in range(3)]) for index in range(2)]
     return LoadResult(
         origin_s=0.0,

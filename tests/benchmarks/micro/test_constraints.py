@@ -1,4 +1,4 @@
-"""The cost of a grammar: answers are whole, a mask for each token, and constrained steps are inside a string."""
+"""The cost of a grammar: answers are complete, each token has a mask, and timed steps are inside a string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of the way to a fast step: what is native in each, and that all of them compute the same."""
+"""The stages from torch's operations to native kernels: which kernels are native, and that all give the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's time of a step: every part is timed, and nothing twice."""
+"""The host's time of a step: every part is timed, and none twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.engine import Engine
 
 @pytest.mark.parametrize("phase", ["phase4_static", "phase7_chunked"])
 def test_the_parts_are_of_one_step_and_of_different_work(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that counts how often it is asked, a part that has no other inside takes one second."""
+    """The clock adds a second at each reading, so a part takes one second if it contains no other part."""
     build = host_cost.engine_without_passes
 
     def counting(*arguments: object) -> Engine:

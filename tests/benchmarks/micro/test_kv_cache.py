@@ -1,4 +1,4 @@
-"""With a cache and without: the same answer, and both are timed."""
+"""The KV cache: both ways give the same answer and are timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps at each depth: every way steps as it says."""
+"""Decode steps at each pipeline depth: every variant runs with its own options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile of a prompt names its parts, and they are all there is."""
+"""The profile of a prompt: its parts have names, and together take all of its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token's way: every leg is timed once, and together they are all of it."""
+"""The path of a token: every leg is timed once, and the legs add up to the whole path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUESTS, TOKENS = 3, 2
 
 
 def passed() -> Marks:
-    """A second for each leg, of every token; a later token's first leg begins when its step does."""
+    """Return marks at which every leg takes a second. The first leg of a later token begins with its step."""
     marks = Marks()
     for request in range(REQUESTS):
         for token in range(TOKENS):

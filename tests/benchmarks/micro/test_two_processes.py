@@ -1,4 +1,4 @@
-"""Tokens and steps that the comparison of one process with two counts. No server is started."""
+"""Counts of tokens and steps in the comparison of one process with two. No server is started."""
 
 from __future__ import annotations
 

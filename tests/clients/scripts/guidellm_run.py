@@ -12,7 +12,7 @@ REQUESTS = 6
 
 
 def guidellm(name: str, backend: dict[str, Any], body: dict[str, Any]) -> Any:
-    """Send requests, two at a time, and return what the tool keeps of each."""
+    """Send requests, two at a time, and return the tool's record of each."""
     served = {
         "kind": "openai_http",
         "model": GIVEN["model"],
@@ -55,7 +55,7 @@ def chat() -> Any:
 
 
 def completions() -> Any:
-    # The tool asks for health below its target, where there is only what OpenAI has.
+    # The tool asks for /health below its target, but `/openai` has only OpenAI's routes.
     strict = {"target": GIVEN["url"] + "/openai", "validate_backend": False}
     return guidellm("completions", strict | {"request_format": "/v1/completions"}, {"temperature": 0})
 

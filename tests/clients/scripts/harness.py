@@ -1,4 +1,4 @@
-"""What the scripts share. They run in a client's environment: nothing of the project's is there."""
+"""Functions that the scripts share. Scripts run in a client's environment, which lacks the project's modules."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-#: What the test says: `base_url`, `url`, `key`, `model`, `tokenizer`, `prompt`, `messages`, `max_tokens`.
+#: Values from the test: `base_url`, `url`, `key`, `model`, `tokenizer`, `prompt`, `messages`, `max_tokens`.
 GIVEN: dict[str, Any] = json.loads(sys.argv[1])
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -17,7 +17,7 @@ def usage_of(usage: Any) -> list[int]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An exception, as a test can judge it."""
+    """Return an exception's types, status and message, for a test to check."""
     return {
         "types": [kind.__name__ for kind in type(error).__mro__],
         "status": getattr(error, "status_code", None),
@@ -26,7 +26,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def caught(ask: Callable[[], Any]) -> dict[str, Any]:
-    """What asking raises."""
+    """Return the description of the exception that a call must raise."""
     try:
         answer = ask()
     except Exception as error:

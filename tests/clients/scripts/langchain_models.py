@@ -1,4 +1,4 @@
-"""`langchain-openai`: its chat model and its model of text."""
+"""`langchain-openai`: its chat model and its completion model."""
 
 import asyncio
 from typing import Any

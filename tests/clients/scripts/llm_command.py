@@ -1,4 +1,4 @@
-"""The command `llm`, and the library that it is made of."""
+"""The command `llm`, and its Python library."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def text_at_once() -> Any:
 
 
 def continued() -> Any:
-    """A conversation that the tool keeps: the answer to the first question goes along with the second."""
+    """Continue a conversation: the tool sends its log of the first question and answer with the second question."""
     first = llm("-m", "served", *OPTIONS, "--system", SYSTEM, QUESTION)
     return {"first": first, "second": llm("--continue", *OPTIONS, "And then?")}
 
@@ -75,7 +75,7 @@ def library() -> Any:
 
 
 def tools() -> Any:
-    """A chain: the model is told of a function, and the chain goes on while it calls one."""
+    """Run a chain with a function: the chain goes on as long as the model calls it."""
     import llm
 
     asked: list[str] = []

@@ -12,7 +12,7 @@ from lm_eval.tasks import TaskManager
 
 os.environ["OPENAI_API_KEY"] = GIVEN["key"]
 QUESTIONS = [
-    ("Once upon a time", [" there was a", " there was the fox"], 0),  # the model is sure of the first
+    ("Once upon a time", [" there was a", " there was the fox"], 0),  # the first choice is far likelier
     ("Once upon a time there was a", [" rabbit", " quiet fox", " house of green stone"], 0),
     ("Ivy was tired and lay down under a", [" tree", " bridge to sleep", " carrot"], 0),
     ("The fox said:", [" Hello.", " I am lost in the forest.", " No"], 1),
@@ -20,7 +20,7 @@ QUESTIONS = [
     ("My favourite colour is", [" red.", " green.", " blue."], 2),
 ]
 NAME = "tiny_choices"
-# What both are asked: texts as ids, with the token that begins every text.
+# Both get texts as ids, with the token that begins every text.
 COMMON = {"batch_size": 2, "add_bos_token": True}
 
 
@@ -45,7 +45,7 @@ def write_task() -> TaskManager:
 
 
 def evaluate(kind: str, **arguments: Any) -> Any:
-    """Each choice's log-likelihood and whether it is what the model would say, and the accuracy."""
+    """Return each choice's log-likelihood, whether it is the greedy continuation, and the accuracy."""
     done = lm_eval.simple_evaluate(
         model=kind, model_args=COMMON | arguments, tasks=[NAME], task_manager=write_task(), log_samples=True
     )
@@ -70,7 +70,7 @@ def served() -> Any:
 
 
 def computed() -> Any:
-    # Without the cache, which mixes up contexts and choices that overlap, as the first two questions do.
+    # The cache confuses contexts and choices that overlap, as in the first two questions, so it is off.
     return evaluate("hf", pretrained=GIVEN["tokenizer"], dtype="float32", device="cpu", logits_cache=False)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's `bench serve`, called as its command line does: the command wants a package by the name of `vllm`."""
+"""vLLM's `bench serve`, called as a function: the command itself requires a package named `vllm`."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ PROMPTS = [GIVEN["prompt"], "The fox", "In the morning", "Ivy said", "A rabbit",
 
 
 def bench(endpoint: str, *more: str) -> Any:
-    """Send the prompts of a file, and return what the tool counted."""
+    """Send the prompts of a file, and return the tool's results."""
     lines = (json.dumps({"prompt": prompt}) for prompt in PROMPTS)
     pathlib.Path("prompts.jsonl").write_text("\n".join(lines) + "\n")
     parser = FlexibleArgumentParser()

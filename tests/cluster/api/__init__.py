@@ -1,1 +1,1 @@
-"""The tests of a server's API, against a cluster: clients cannot tell one from the other."""
+"""The tests of a server's API, run against a cluster: it behaves like a server."""

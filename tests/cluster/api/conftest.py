@@ -1,4 +1,4 @@
-"""Which of a server's tests do not hold for a cluster, and why; and which need not be repeated."""
+"""Skips the server's tests that do not hold for a cluster, with the reason, and those that need no repetition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OTHERWISE = {
     "test_a_wrong_key": "this cluster wants no key; `tests/cluster/test_cluster.py` has one that does",
     "test_refusals_are_400": "reads the log, which replicas write to Ray's files",
 }
-#: Tables of values that a replica refuses and the front does not read: it forwards one refusal as it does them all.
+#: Tests whose values a replica refuses, and the front does not read. It forwards all refusals alike: one is enough.
 TABLES = {
     "test_chat.py::test_refusals",
     "test_constrained.py::test_refusals_name_the_field_and_come_before_the_stream",

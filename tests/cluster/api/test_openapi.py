@@ -1,4 +1,4 @@
-"""A cluster has every document a server has. (What is fuzzed is the server behind it, in its own tests.)"""
+"""A cluster has the same documents as a server. (The fuzzer runs in the server's own tests.)"""
 
 import pytest
 
