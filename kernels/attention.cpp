@@ -18,6 +18,7 @@
 //
 // Each thread takes the longest task that is left. A decoding sequence that is much longer than the others is cut into
 // several pieces: threads compute its tiles separately, and the last thread merges them in order.
+#include "amx.h"
 #include "few_rows.h"
 
 #include <algorithm>
@@ -66,20 +67,6 @@ struct Columns {
       for (; column < end; ++column, place += heads * size) *places++ = place;
     }
   }
-};
-
-// Numbers that begin where a cache line does: of a row that did not, every load would take two lines.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t count) : lines_((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)) {}
-  T* data() { return reinterpret_cast<T*>(lines_.data()); }
-
- private:
-  struct alignas(64) Line {
-    char bytes[64];
-  };
-  std::vector<Line> lines_;
 };
 
 // The partial result of a task's rows, for one tile of columns or for all tiles so far.
@@ -251,7 +238,8 @@ Range seen_by(const Task<T>& task, int64_t window) {
 // ---------------------------------------------------------------------- few rows
 
 // One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
-// values copied. The loops below read them where they lie (see few_rows.h).
+// values copied. The loops below read them where they lie (see few_rows.h). Matrix tiles compute sixteen rows in any
+// case, but they, too, read keys where they lie (see amx.h).
 
 // Fetches the keys or values of a tile, which lie apart: into the first-level cache (locality 3) or the second (2).
 template <int locality, typename T>
@@ -394,14 +382,20 @@ void multiply_keys_in_place(
   }
 }
 
-// sums [rows, size] = weights values, `parts` times 32 features at a time. Two columns side by side make the pairs of a
-// product: unpacking leaves features 0 to 3 of each eight in one register, and 4 to 7 in another.
+// Two columns side by side make the pairs of a product. Unpacking 32 features of both leaves features 0 to 3 of each
+// eight in one register, and 4 to 7 in the other. This stores the sums of both registers in the order of features.
+inline void store_features(__m512 lower, __m512 upper, float* to) {
+  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+  const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  _mm512_storeu_ps(to, _mm512_permutex2var_ps(lower, first, upper));
+  _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(lower, last, upper));
+}
+
+// sums [rows, size] = weights values, `parts` times 32 features at a time.
 template <int64_t rows, int64_t parts>
 void add_features(
     const c10::BFloat16* weights, const c10::BFloat16* values, const int64_t* places, int64_t count, int64_t size,
     float* sums) {
-  const __m512i first_features = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-  const __m512i last_features = _mm512_add_epi32(first_features, _mm512_set1_epi32(8));
   for (int64_t begin = 0; begin < size; begin += 32 * parts) {
     __m512 lower[rows][parts] = {}, upper[rows][parts] = {};
     for (int64_t i = 0; i < count; i += 2) {
@@ -422,11 +416,8 @@ void add_features(
       }
     }
     for (int64_t row = 0; row < rows; ++row)
-      for (int64_t part = 0; part < parts; ++part) {
-        float* to = sums + row * size + begin + 32 * part;
-        _mm512_storeu_ps(to, _mm512_permutex2var_ps(lower[row][part], first_features, upper[row][part]));
-        _mm512_storeu_ps(to + kLanes, _mm512_permutex2var_ps(lower[row][part], last_features, upper[row][part]));
-      }
+      for (int64_t part = 0; part < parts; ++part)
+        store_features(lower[row][part], upper[row][part], sums + row * size + begin + 32 * part);
   }
 }
 
@@ -441,15 +432,138 @@ void add_values(
 
 #endif
 
+// The products of `compute_few`: scores = queries keys^T, then sums [rows, size] = weights values. Here by loops.
+template <typename T>
+struct ByLoops {
+  static void begin(Scratch<T>&, int64_t) {}
+
+  static void multiply_keys(Scratch<T>& scratch, int64_t rows, const T* keys, const int64_t* places, int64_t count) {
+    in_groups<kRowsAtOnce<T>>(rows, [&](auto n, int64_t row) {
+      const T* queries = scratch.queries.data() + row * scratch.size;
+      float* scores = scratch.scores.data() + row * kColumns;
+      multiply_keys_in_place<n>(queries, keys, places, count, scratch.size, scores);
+    });
+  }
+
+  static void multiply_values(
+      Scratch<T>& scratch, int64_t rows, const T* values, const int64_t* places, int64_t count, float* sums) {
+    in_groups<kRowsAtOnce<T>>(rows, [&](auto n, int64_t row) {
+      const T* weights = scratch.weights.data() + row * kColumns;
+      add_values<n>(weights, values, places, count, scratch.size, sums + row * scratch.size);
+    });
+  }
+};
+
+#ifdef INFER_AMX
+
+// Returns 32 columns' values as the right sides of products, tiles [16 pairs, 16, 2], for 32 features (`halves` 1) or
+// 64. They are written to two places in turn (see amx.h).
+template <int64_t halves>
+class PairsInTurn {
+ public:
+  PairsInTurn(const c10::BFloat16* values, const int64_t* places, int64_t count)
+      : values_(values), places_(places), count_(count) {}
+
+  const c10::BFloat16* operator()(int64_t column) {
+    c10::BFloat16* tiles = tiles_[column / kAmxInputs % 2];
+    for (int64_t i = 0; i < kAmxInputs; i += 2)
+      for (int64_t half = 0; half < halves; ++half) {
+        const __m512i value = load(column + i, half), next = load(column + i + 1, half);
+        c10::BFloat16* to = tiles + 32 * (i * halves + 2 * half);
+        _mm512_store_si512(to, _mm512_unpacklo_epi16(value, next));
+        _mm512_store_si512(to + 32, _mm512_unpackhi_epi16(value, next));
+      }
+    return tiles;
+  }
+
+ private:
+  __m512i load(int64_t column, int64_t half) const {
+    return column < count_ ? _mm512_loadu_si512(values_ + places_[column] + 32 * half) : __m512i{};
+  }
+
+  const c10::BFloat16* values_;
+  const int64_t* places_;
+  int64_t count_;
+  alignas(64) c10::BFloat16 tiles_[2][kAmxInputs * 32 * halves];
+};
+
+// The same by matrix tiles, which take sixteen rows.
+struct ByAmx {
+  using T = c10::BFloat16;
+
+  static void begin(Scratch<T>& scratch, int64_t rows) {
+    turn(scratch.queries.data(), rows, scratch.size, kAmxRows, scratch.turned.data());
+    std::fill_n(scratch.weights.data() + rows * kColumns, (kAmxRows - rows) * kColumns, T(0));
+  }
+
+  // Computes keys queries^T, sixteen columns at a time, which are copied unless they lie at equal distances.
+  static void multiply_keys(Scratch<T>& scratch, int64_t rows, const T* keys, const int64_t* places, int64_t count) {
+    const AmxShapes shapes(kAmxRows);
+    const __m512i columns_of_a_query =
+        _mm512_set_epi32(240, 224, 208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16, 0);
+    for (int64_t first = 0; first < count; first += kAmxRows) {
+      int64_t apart = first + kAmxRows <= count ? places[first + 1] - places[first] : 0;
+      for (int64_t i = first + 2; apart && i < first + kAmxRows; ++i)
+        if (places[i] - places[i - 1] != apart) apart = 0;
+      const T* from = keys + places[first];
+      if (!apart) {
+        apart = scratch.size;
+        for (int64_t i = 0; i < kAmxRows; ++i)
+          std::memcpy(
+              scratch.keys.data() + i * apart, keys + places[std::min(first + i, count - 1)], apart * sizeof(T));
+        from = scratch.keys.data();
+      }
+      alignas(64) float by_column[kAmxRows * kAmxRows];
+      _tile_zero(0);
+      for (int64_t d = 0; d < scratch.size; d += kAmxInputs) {
+        _tile_loadd(4, from + d, apart * sizeof(T));
+        _tile_loadd(6, scratch.turned.data() + d * kAmxRows, 64);
+        _tile_dpbf16ps(0, 4, 6);
+      }
+      _tile_stored(0, by_column, 64);
+      for (int64_t row = 0; row < rows; ++row)
+        _mm512_store_ps(
+            scratch.scores.data() + row * kColumns + first, _mm512_i32gather_ps(columns_of_a_query, by_column + row, 4));
+    }
+  }
+
+  static void multiply_values(
+      Scratch<T>& scratch, int64_t rows, const T* values, const int64_t* places, int64_t count, float* sums) {
+    const AmxShapes shapes(kAmxRows);
+    int64_t begin = 0;
+    for (; begin + 64 <= scratch.size; begin += 64)
+      multiply_features<2>(scratch, rows, values + begin, places, count, sums + begin);
+    if (begin < scratch.size) multiply_features<1>(scratch, rows, values + begin, places, count, sums + begin);
+  }
+
+ private:
+  template <int64_t halves>
+  static void multiply_features(
+      Scratch<T>& scratch, int64_t rows, const T* values, const int64_t* places, int64_t count, float* sums) {
+    constexpr int64_t kFeatures = 32 * halves;
+    alignas(64) float unordered[kAmxRows * kFeatures];
+    const int64_t columns = (count + kAmxInputs - 1) / kAmxInputs * kAmxInputs;
+    multiply_by_amx<1, kFeatures, kFeatures>(
+        scratch.weights.data(), kColumns, columns, unordered, PairsInTurn<halves>(values, places, count));
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < kFeatures; i += 32) {
+        const float* from = unordered + row * kFeatures + i;
+        store_features(_mm512_load_ps(from), _mm512_load_ps(from + 16), sums + row * scratch.size + i);
+      }
+  }
+};
+
+#endif
+
 // `compute_tiles` for few rows.
-template <typename T, typename Next, typename Finish>
+template <typename Products, typename T, typename Next, typename Finish>
 void compute_few(
     Scratch<T>& scratch, const Task<T>& task, Range range, const Columns& columns, const T* k_store, const T* v_store,
     float scale, int64_t window, const Next& next, const Finish& finish) {
   const int64_t size = columns.size, count = task.queries * task.group;
-  T* queries = scratch.queries.data();
   for (int64_t row = 0; row < count; ++row)
-    std::memcpy(queries + row * size, task.query(row, size), size * sizeof(*queries));
+    std::memcpy(scratch.queries.data() + row * size, task.query(row, size), size * sizeof(T));
+  Products::begin(scratch, count);
   for (int64_t first = range.first; first < range.last; first += kColumns) {
     if (first + kColumns < range.last)
       fetch_tile(columns, task.head, first + kColumns, range.last, k_store, v_store);
@@ -459,15 +573,9 @@ void compute_few(
     columns.locate(task.head, first, first + seen, places);
     fetch_ahead<3>(k_store, places, seen, size);
     fetch_ahead<3>(v_store, places, seen, size);
-    in_groups<kRowsAtOnce<T>>(count, [&](auto rows, int64_t row) {
-      float* scores = scratch.scores.data() + row * kColumns;
-      multiply_keys_in_place<rows>(queries + row * size, k_store, places, seen, size, scores);
-    });
+    Products::multiply_keys(scratch, count, k_store, places, seen);
     weigh(scratch, task, tile, first, width, scale, window);
-    in_groups<kRowsAtOnce<T>>(count, [&](auto rows, int64_t row) {
-      const T* weights = scratch.weights.data() + row * kColumns;
-      add_values<rows>(weights, v_store, places, seen, size, tile.sums + row * size);
-    });
+    Products::multiply_values(scratch, count, v_store, places, seen, tile.sums);
     finish(tile);
   }
 }
@@ -489,9 +597,15 @@ void compute_tiles(
     float scale, int64_t window, Next next, Finish finish) {
   const int64_t size = columns.size, count = task.queries * task.group;
   if constexpr (kHasLoops<T>) {
-    if (count <= kFewRows && size % 32 == 0 && has_librarys_bits(T{})) {
-      compute_few(scratch, task, range, columns, k_store, v_store, scale, window, next, finish);
-      return;
+    if (count <= kFewRows && size % 32 == 0) {
+#ifdef INFER_AMX
+      if constexpr (sizeof(T) == 2)
+        if (amx_has_librarys_bits())
+          return compute_few<ByAmx>(scratch, task, range, columns, k_store, v_store, scale, window, next, finish);
+#endif
+      if (has_librarys_bits(T{}))
+        return compute_few<ByLoops<T>>(
+            scratch, task, range, columns, k_store, v_store, scale, window, next, finish);
     }
   }
   // Filled up to a multiple of 16: a product is compiled for every size it meets, so sizes must come again.

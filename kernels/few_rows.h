@@ -3,8 +3,8 @@
 // PyTorch's small product has a start and an end in every call, takes its right side in a form of its own, and computes
 // sixteen rows where there are three. For few rows that takes longer than the product. The loops here add the same
 // numbers in the same order, one sum for each output, by the same instructions as the library. So they have its bits,
-// and a row may be computed either way. `has_librarys_bits` tries that once: on a processor with matrix tiles (AMX) the
-// library uses those for bfloat16, and adds in an order of their own. Then it computes few rows, too.
+// and a row may be computed either way. `has_librarys_bits` tries that once: on a processor with matrix tiles the
+// library uses those for bfloat16, and adds in another order (see amx.h).
 //
 // float32 is written in a vector type of GCC and Clang, for any processor, and its right side may be narrower: numbers
 // are widened on their way to the registers. bfloat16 is written for processors that multiply pairs of it (AVX-512).

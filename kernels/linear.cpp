@@ -1,4 +1,5 @@
 // A linear layer on a CPU, on weights packed for it: see linear.py for what it is and for the shapes.
+#include "amx.h"
 #include "few_rows.h"
 
 #include <algorithm>
@@ -136,8 +137,8 @@ void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
 // ---------------------------------------------------------------------- few rows
 
 // Few rows are bound by memory. The library's product has a start and an end in every panel, in which nothing is read,
-// and it takes int8 weights only widened: written to the cache and read again. Written out (see few_rows.h), they are
-// widened on their way from memory.
+// and it takes int8 weights only widened: written to the cache and read again. Written out (see few_rows.h and amx.h),
+// they are widened on their way from memory.
 #ifdef INFER_FEW_ROWS
 
 constexpr int64_t kAhead = 4096;     // bytes of weights that are fetched ahead: a page, where hardware stops
@@ -206,10 +207,63 @@ auto function_for(int64_t count, std::index_sequence<rows...>) {
   return functions[count - 1];
 }
 
+#ifdef INFER_AMX
+
+// Widens the weights of 32 inputs and `outputs` outputs for tiles. It writes to two places in turn, because a tile is
+// loaded only after the last numbers written to its memory have left the core.
+template <int64_t outputs>
+class WidenedInTurn {
+ public:
+  explicit WidenedInTurn(const int8_t* panel) : panel_(panel) {}
+
+  const c10::BFloat16* operator()(int64_t input) {
+    const Widener widener;
+    c10::BFloat16* to = places_[input / kAmxInputs % 2];
+    const int8_t* from = panel_ + input * kPanel;
+    for (int64_t i = 0; i < kAmxInputs * kPanel; i += 2 * kPanel) {
+      for (int64_t byte = 0; byte < 2 * kPanel; byte += 64)
+        __builtin_prefetch(from + i + byte + kAhead, 0, /*locality=*/2);
+      for (int64_t output = 0; output < 2 * outputs; output += 64) {
+        __m512i parts[2];
+        widener(from + i + output, parts[0], parts[1]);
+        std::memcpy(to + i + output, parts, sizeof(parts));
+      }
+    }
+    return to;
+  }
+
+ private:
+  const int8_t* panel_;
+  alignas(64) c10::BFloat16 places_[2][kAmxInputs * kPanel];
+};
+
+// `multiply_few` for 1 to 32 rows by matrix tiles.
+void multiply_few_by_amx(
+    const c10::BFloat16* x, int64_t stride, int64_t rows, const int8_t* panel, int64_t inputs, float* sums,
+    int64_t begin, int64_t end) {
+  const AmxShapes shapes(rows);
+  if (rows <= kAmxRows && end - begin == 2)
+    return multiply_by_amx<1, kPanel, kPanel>(x, stride, inputs, sums, WidenedInTurn<kPanel>(panel));
+  constexpr int64_t kHalf = kPanel / 2;
+  for (int64_t half = begin; half < end; ++half) {
+    const auto multiply =
+        rows > kAmxRows ? multiply_by_amx<2, kHalf, kPanel, WidenedInTurn<kHalf>>
+                        : multiply_by_amx<1, kHalf, kPanel, WidenedInTurn<kHalf>>;
+    multiply(x, stride, inputs, sums + half * kHalf, WidenedInTurn<kHalf>(panel + half * kPanel));
+  }
+}
+
+#endif
+
 template <typename W>
 void multiply_few(
     const c10::BFloat16* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin = 0,
     int64_t end = 2) {
+#ifdef INFER_AMX
+  if constexpr (sizeof(W) == 1)
+    if (!has_librarys_bits(c10::BFloat16{}))
+      return multiply_few_by_amx(x, stride, rows, panel, inputs, sums, begin, end);
+#endif
   const int64_t calls = (rows + kMostAtOnce - 1) / kMostAtOnce, each = (rows + calls - 1) / calls;
   for (int64_t row = 0; row < rows; row += each) {
     const int64_t count = std::min(each, rows - row);
@@ -254,6 +308,16 @@ template <typename W>
 constexpr int64_t kFewRows<c10::BFloat16, W> = 0;
 #endif
 
+// Returns whether `multiply_few` has the library's bits for rows of x and these weights. Matrix tiles are used for int8
+// weights only: with bfloat16 weights they are no faster than the library.
+template <typename T, typename W>
+bool few_rows_have_librarys_bits(int64_t inputs) {
+#ifdef INFER_AMX
+  if (sizeof(T) == 2 && sizeof(W) == 1 && inputs % kAmxInputs == 0 && amx_has_librarys_bits()) return true;
+#endif
+  return has_librarys_bits(T{});
+}
+
 // ---------------------------------------------------------------------- the product
 
 // Computes x [T, K] times all panels, tile by tile, and hands each tile's float32 sums to
@@ -273,7 +337,7 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   const W* weights = packed.const_data_ptr<W>();
   constexpr bool paired = sizeof(T) == 2, narrow = sizeof(W) < sizeof(T);
   if constexpr (kFewRows<T, W> > 0) {
-    if (tokens > 0 && tokens <= kFewRows<T, W> && has_librarys_bits(T{})) {
+    if (tokens > 0 && tokens <= kFewRows<T, W> && few_rows_have_librarys_bits<T, W>(inputs)) {
       constexpr int64_t grain = halves ? 1 : 2;
       at::parallel_for(0, panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
         alignas(64) float sums[kTileRows * kPanel];
@@ -290,8 +354,8 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   // Tasks are numbered block by block, within a block panel by panel, within a panel tile by tile.
   at::parallel_for(0, panels * tiles, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[kTileRows * kPanel];
-    thread_local std::vector<T> wide;  // kept: a new one for each product would be memory the system must clear
-    int64_t in_wide = -1;              // the panel that it holds
+    thread_local Buffer<T> wide;  // kept: a new one for each product would be memory the system must clear
+    int64_t in_wide = -1;         // the panel that it holds
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task / (block * panels) * block, in_block = std::min(block, tiles - first);
       const int64_t place = task - first * panels, panel = place / in_block;
@@ -300,7 +364,7 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
       const T* factors;
       if constexpr (narrow) {
         if (in_wide != panel) {
-          wide.resize(inputs * kPanel);
+          wide.hold(inputs * kPanel);
           widen(own, wide.data(), inputs * kPanel);
           in_wide = panel;
         }

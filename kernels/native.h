@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -72,6 +73,28 @@ inline void round_all(const float* from, c10::BFloat16* to, int64_t count) {
   for (; i < count; ++i) to[i] = from_float<c10::BFloat16>(from[i]);
 }
 #endif
+
+// ---------------------------------------------------------------------- memory
+
+// Numbers that begin at a cache line: otherwise a load of a register would take two lines.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count = 0) { hold(count); }
+  T* data() { return reinterpret_cast<T*>(lines_.data()); }
+
+  // Makes room for `count` numbers at least.
+  void hold(int64_t count) {
+    const size_t lines = (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
+    if (lines > lines_.size()) lines_.resize(lines);
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
+};
 
 // ---------------------------------------------------------------------- a sum
 

@@ -47,8 +47,15 @@ TESTS = {
 #: For each mutant, by name: the words replaced in one source, and the tests that must fail.
 MUTANTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
 
-#: Whether few_rows.h is compiled with its loops for bfloat16.
-PAIRS = all(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "avx512_vbmi"))
+CAPABILITIES = torch.cpu.get_capabilities()
+#: The kind of processor that decides which loops for few rows of bfloat16 run.
+PROCESSOR = (
+    "tiles"
+    if CAPABILITIES.get("amx_bf16")
+    else "pairs"
+    if CAPABILITIES.get("avx512_bf16") and CAPABILITIES.get("avx512_vbmi")
+    else "plain"
+)
 
 # Runs each test up to its first failure.
 RUN = """
@@ -131,8 +138,8 @@ def test_without_a_mutation_nothing_fails(tmp_path: Path, compiler: Path) -> Non
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str, tmp_path: Path, compiler: Path) -> None:
     mutant = MUTANTS[name]
-    if mutant.get("pairs") and not PAIRS:
-        pytest.skip("this processor has no instructions for pairs of bfloat16")
+    if mutant.get("processor", PROCESSOR) != PROCESSOR:
+        pytest.skip("its code does not run on this processor")
     sources = copy_of_sources(tmp_path)
     path = sources / mutant["source"]
     code = path.read_text()

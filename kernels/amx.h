@@ -1,0 +1,108 @@
+// Few bfloat16 rows times a panel of weights by matrix tiles, on processors that have them (Intel AMX).
+//
+// A tile is a register of 16 rows of 64 bytes. One instruction multiplies two tiles and adds the product to a third:
+//
+//     x        [up to 16 rows, 32 inputs]
+//     weights  [16 pairs of inputs, 16 outputs, 2], as they lie in a panel
+//     sums     [up to 16 rows, 16 outputs] in float32
+//
+// For each sum the instruction adds the products of the 16 even inputs in order, likewise those of the odd inputs, and
+// adds both to the sum. Other rows make no difference. PyTorch's product uses the same instruction for 32 inputs after
+// the other, so both give a row the same bits: `amx_has_librarys_bits` tries that once.
+#pragma once
+
+#include "few_rows.h"
+
+#if defined(INFER_FEW_ROWS) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define INFER_AMX
+
+#include <ATen/cpu/Utils.h>
+
+namespace infer {
+
+constexpr int64_t kAmxRows = 16;    // of a tile
+constexpr int64_t kAmxInputs = 32;  // of one instruction
+
+// Sets the shapes of this thread's tile registers for 1 to 32 rows, and clears them at its end. Registers 0 to 3 hold
+// sums, 4 and 5 hold x, 6 and 7 hold weights. Rows after the first 16 are in registers 2, 3 and 5.
+class AmxShapes {
+ public:
+  explicit AmxShapes(int64_t rows) {
+    struct {  // as the instruction reads it
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    const int64_t first = std::min(rows, kAmxRows), others = rows > kAmxRows ? rows - kAmxRows : first;
+    for (int tile = 0; tile < 8; ++tile) {
+      shapes.bytes[tile] = 64;
+      shapes.rows[tile] = uint8_t(tile > 5 ? 16 : tile == 2 || tile == 3 || tile == 5 ? others : first);
+    }
+    _tile_loadconfig(&shapes);
+  }
+  ~AmxShapes() { _tile_release(); }
+  AmxShapes(const AmxShapes&) = delete;
+};
+
+// x [rows, inputs] times weights -> sums [rows, outputs], for rows in one tile and 32 or 64 outputs, or for rows in two
+// tiles and 32 outputs. weights_of(input) returns the weights of 32 inputs from that one on, and is called before those
+// of the inputs before are multiplied. Rows of sums, and pairs of inputs among the weights, are `panel` outputs apart.
+template <int64_t row_tiles, int64_t outputs, int64_t panel, typename WeightsOf>
+void multiply_by_amx(const c10::BFloat16* x, int64_t stride, int64_t inputs, float* sums, WeightsOf weights_of) {
+  static_assert(row_tiles * outputs == 32 || row_tiles * outputs == 64);
+  constexpr int64_t kRowBytes = 4 * panel;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const c10::BFloat16* next = weights_of(0);
+  for (int64_t input = 0; input < inputs; input += kAmxInputs) {
+    const c10::BFloat16* weights = next;
+    if (input + kAmxInputs < inputs) next = weights_of(input + kAmxInputs);
+    _tile_loadd(4, x + input, 2 * stride);
+    _tile_loadd(6, weights, kRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, weights + 32, kRowBytes);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (row_tiles == 2) {
+      _tile_loadd(5, x + kAmxRows * stride + input, 2 * stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    } else if constexpr (outputs == 64) {
+      _tile_loadd(6, weights + 64, kRowBytes);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, weights + 96, kRowBytes);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, kRowBytes);
+  _tile_stored(1, sums + 16, kRowBytes);
+  if constexpr (row_tiles * outputs == 64) {
+    float* others = sums + (row_tiles == 2 ? kAmxRows * panel : 32);
+    _tile_stored(2, others, kRowBytes);
+    _tile_stored(3, others + 16, kRowBytes);
+  }
+}
+
+// Returns whether this process may use tiles, and sums of a thousand products then have the library's bits. Tried once.
+inline bool amx_has_librarys_bits() {
+  static const bool same = [] {
+    if (!at::cpu::init_amx()) return false;
+    constexpr int64_t kInputs = 1024, kTried = 32;  // rows, and outputs
+    const auto x = numbers_to_try<c10::BFloat16>(kTried * kInputs, 1);
+    const auto panel = numbers_to_try<c10::BFloat16>(kInputs * kTried, 2);
+    alignas(64) float theirs[kTried * kTried], ours[kTried * kTried];
+    at::native::cpublas::brgemm(
+        kTried, kTried, kInputs, kInputs, kTried, kTried, false, x.data(), panel.data(), theirs, true);
+    at::native::cpublas::brgemm_release(true);
+    const AmxShapes shapes(kTried);
+    multiply_by_amx<2, kTried, kTried>(
+        x.data(), kInputs, kInputs, ours, [&](int64_t input) { return panel.data() + input * kTried; });
+    return std::memcmp(ours, theirs, sizeof(ours)) == 0;
+  }();
+  return same;
+}
+
+}  // namespace infer
+
+#endif
