@@ -64,8 +64,10 @@ class ChatTemplate:
         own_file = folder / "chat_template.jinja" if file is None else file
         try:
             config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-        except ValueError as error:
-            raise StartupError(f"{config_path} is no JSON: {error}") from None
+        except (OSError, ValueError) as error:
+            raise StartupError(f"{config_path} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise StartupError(f"{config_path} must hold a JSON object")
         special_tokens = _special_tokens(config)
         if file is not None or own_file.is_file():
             return cls.from_file(own_file, special_tokens)
@@ -159,7 +161,8 @@ def _cut(text: str, last: str) -> str:
 def _default_of(templates: Any) -> str | None:
     """Return the template in a config's `chat_template`: a text, or the one called `default` of several."""
     if isinstance(templates, list):
-        templates = {each["name"]: each["template"] for each in templates}
+        named = [each for each in templates if isinstance(each, dict)]
+        templates = {each.get("name"): each.get("template") for each in named}
     if isinstance(templates, dict):
         templates = templates.get("default")
     return templates if isinstance(templates, str) else None

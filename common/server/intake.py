@@ -385,6 +385,8 @@ class Lane:
 
 
 def _stand_back(niceness: int) -> None:
-    """Lower this thread's priority, on Linux only: elsewhere that would lower the whole process's."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    """Raise this thread's niceness by so much, on Linux only: elsewhere that would be the whole process's."""
+    if sys.platform == "linux" and niceness > 0:
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)  # of the server, which may run under `nice`
+        os.setpriority(os.PRIO_PROCESS, thread, min(own + niceness, 19))

@@ -135,11 +135,20 @@ TOKENS = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": Non
         (TOKENS | {"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"}, None, "<s>|</s>|"),
         ({"chat_template": NAMED}, None, "chat"),
         ({"chat_template": NAMED[:1]}, None, None),
+        ({"chat_template": ["a text", {"template": "nameless"}]}, None, None),
         (TOKENS | {"chat_template": "config's"}, "{{ bos_token }}", "<s>"),
         (TOKENS, None, None),
         (None, None, None),
     ],
-    ids=["config", "one of several", "none by default", "a file of its own wins", "no template", "nothing"],
+    ids=[
+        "config",
+        "one of several",
+        "none by default",
+        "none with a name",
+        "a file of its own wins",
+        "no template",
+        "nothing",
+    ],
 )
 def test_where_a_template_is_found(
     config: dict[str, Any] | None, own_file: str | None, text: str | None, tmp_path: Path
@@ -155,9 +164,10 @@ def test_what_is_no_template(tmp_path: Path, source: str) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(StartupError, match=r"tokenizer_config\.json: the chat template"):
         ChatTemplate.from_folder(write(tmp_path, {"chat_template": source}))
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(StartupError, match="is no JSON"):
-        ChatTemplate.from_folder(tmp_path)
+    for text, message in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(StartupError, match=f"tokenizer_config.json {message}"):
+            ChatTemplate.from_folder(tmp_path)
 
 
 def test_a_file_replaces_the_checkpoints_template(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +60,30 @@ def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Held]:
 
 
 # ---------------------------------------------------------------------- lanes
+
+
+NICE = """
+import asyncio, os, threading
+from common.server.intake import Lane
+
+def niceness():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+async def main():
+    for added in (0, 3, 19):
+        print(await Lane("sorting", threads=1, limit=1, niceness=added).run(niceness))
+
+os.nice(5)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
+def test_lanes_add_to_the_niceness_of_their_server() -> None:
+    """Less than the server's own niceness is forbidden to an ordinary user: every thread would fail to start."""
+    process = subprocess.run([sys.executable, "-c", NICE], capture_output=True, text=True, check=True)
+    own = os.nice(0) + 5
+    assert list(map(int, process.stdout.split())) == [own, min(own + 3, 19), 19]
 
 
 async def test_a_full_lane_refuses_and_takes_the_next_when_a_thread_is_free() -> None:
