@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,9 @@ def environment() -> dict[str, str]:
 
 
 class WorkerProcess:
-    """A worker's process. Use it in a `with` statement.
+    """A worker's process, which is suspended while it has no order. Use it in a `with` statement.
+
+    Some libraries spin while they wait (vLLM's worker takes a whole core), which would slow down the other workers.
 
     Attributes:
         name: name and version of the library.
@@ -53,6 +56,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            process_group=0,  # its own: signals reach the processes that the library starts, too
         )
         try:
             self.name: str = self.ask(options._asdict())["ready"]
@@ -76,6 +80,7 @@ class WorkerProcess:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -84,6 +89,7 @@ class WorkerProcess:
         line = self._process.stdout.readline()
         if not line:
             raise self._ended()
+        self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise StartupError(f"{self._module}: {answer['error']}")
@@ -93,6 +99,7 @@ class WorkerProcess:
         """Close the input, which ends the worker; send SIGKILL if it does not end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.close()
         try:
@@ -102,6 +109,11 @@ class WorkerProcess:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the worker and to all processes that it has started."""
+        with contextlib.suppress(ProcessLookupError):  # they have ended
+            os.killpg(self._process.pid, number)
 
     def _ended(self) -> StartupError:
         code = self._process.wait()

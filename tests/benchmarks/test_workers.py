@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.micro.decode_step import (
@@ -76,6 +77,18 @@ def test_our_worker_measures_a_batch(ours: WorkerProcess, expected: list[list[in
         assert answer["prefill_s"] > 0
         assert answer["decode_s"] > 0
     assert ours.ask({"prompts": PROMPTS, "new_tokens": 1})["decode_s"] is None
+
+
+def test_a_worker_is_suspended_between_orders(ours: WorkerProcess) -> None:
+    """Its children, too: of vLLM's processes, one spins."""
+    process = psutil.Process(ours._process.pid)
+    order = {"prompts": PROMPTS, "new_tokens": NEW}
+    for _ in range(2):
+        ours.ask(order)
+        until_stopped = time.monotonic() + 10
+        while process.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until_stopped
+            time.sleep(0.01)
 
 
 @pytest.mark.slow

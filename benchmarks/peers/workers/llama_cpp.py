@@ -18,6 +18,8 @@ import numpy as np
 
 from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 
+CPU_INFO = Path("/proc/cpuinfo")
+
 # ---------------------------------------------------------------------------------------------- computing
 
 
@@ -37,9 +39,10 @@ class LlamaCpp(SteppingWorker):
 
     def __init__(self, options: Options) -> None:
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            options.folder.encode(), llama_cpp.llama_model_default_params()
-        )
+        loading = llama_cpp.llama_model_default_params()
+        # With weights rearranged for matrix tiles (AMX), version 0.3.36 ends at an illegal instruction.
+        loading.use_extra_bufts = "amx_int8" not in CPU_INFO.read_text()
+        model = llama_cpp.llama_model_load_from_file(options.folder.encode(), loading)
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = options.kv_tokens
         parameters.n_seq_max = options.max_sequences
