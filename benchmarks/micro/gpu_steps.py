@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.micro import Dtype, say
 from benchmarks.micro.batch_size import Machine, work_of
 from benchmarks.micro.on_device import (
+    LAST_STEPS,
     KernelCounter,
     Loaded,
     decode,
@@ -30,6 +31,7 @@ from benchmarks.micro.on_device import (
 )
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
+from common.streams import CudaStream
 
 COLUMNS = [
     "way",
@@ -61,7 +63,7 @@ def measure(
     """Decode a batch twice, the second time under the profiler. Returns its cells from the step time on."""
     prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
     found, counter = decode(engine, prompts, new_tokens), KernelCounter()
-    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + 1  # and the last step
+    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + LAST_STEPS + 1
     bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
     # The share counts tokens, not steps: a step of phase 10 may give a sequence several tokens.
     share = found.tokens_per_s * bound_ms / 1e3 / count
@@ -69,6 +71,13 @@ def measure(
     busy = counter.seconds / counted / found.step_s if seen else None
     launches = round(counter.launches / counted) if seen else None
     return [found.step_s * 1e3, max(found.seconds) * 1e3, found.tokens_per_s, share, busy, launches]
+
+
+def failed_captures(engine: Engine) -> list[str]:
+    """Return the passes that an engine calls kernel by kernel, because no graph of them could be captured."""
+    stream = getattr(engine.runner, "stream", None)  # phases before 9 have none
+    failed = stream.graphs.failed if isinstance(stream, CudaStream) else set()
+    return sorted(f"{rows} rows of {key}" for key, rows in failed)
 
 
 def steps(
@@ -106,5 +115,7 @@ def steps(
             cells = measure(loaded, machine, engine, count, prompt_tokens, new_tokens)
             table.rows.append([way, count, *cells])
             yield table
+        if failed := failed_captures(engine):
+            say(f"phase {way}: graphs that could not be captured: {failed}")
         del engine
         free_unused()
