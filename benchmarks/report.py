@@ -147,7 +147,7 @@ def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def repetition(runs: Sequence[Run]) -> str:
-    """Return a sentence about servers that guess tokens of random weights; "" if there is no such server."""
+    """With random weights, return a note on each server's share of guessed tokens; "" if there is none."""
     guessed = next(line for line in LINES if line.title == "guessed tokens")
     if not runs[0].server.model.startswith("dummy:"):
         return ""

@@ -219,10 +219,10 @@ class Calibration(_Model):
     """The factor for arrival rates, and how it was found; see `benchmarks.calibrate`.
 
     Attributes:
-        mode: auto (measured), table (1), or given (by `--rate`).
-        factor: requests were sent at the table's rate times this.
+        mode: auto (measured), table (factor 1), or given (by `--rate`).
+        factor: multiplies the rate in `workloads.toml`.
         capacity: requests per second of this workload's average request, measured; None: not measured.
-        reference: the capacity that the table's rate was written for, in the same unit.
+        reference: the capacity that the rate in `workloads.toml` assumes, in the same unit.
         batch: requests at once while measuring.
         rounds_s: how long each round took.
         measured_on: label of the server.

@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the answer is an error so far. Another replica may still accept the request."""
+        """Whether the answer is an error so far. After a 503, another replica may still accept the request."""
         return self._head is not None and self._head.status >= ERROR
 
     @property

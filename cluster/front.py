@@ -230,7 +230,9 @@ class Front:
             request = dataclasses.replace(request, avoid=(*request.avoid, *tried))
 
     async def _try_one(self, request: Forwarded, answer: Answer, tried: list[str]) -> bool:
-        """Forward the answer of one replica, and add its name to `tried`. Returns False if the replica is busy.
+        """Forward the answer of one replica, and add its name to `tried`.
+
+        Returns False if the replica is busy and was not asked before.
 
         Raises:
             ApiError: no replica took the request within `wait_s`.

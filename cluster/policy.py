@@ -178,7 +178,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """Chooses the replica with the smallest load."""
+    """Chooses the least loaded replica. Full ones come last."""
 
     name = "least_loaded"
 

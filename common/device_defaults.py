@@ -46,7 +46,7 @@ SIZES = ("max_batch_size", "num_blocks", "prefill_chunk_size", "prefill_token_bu
 def sized_for(
     config: ConfigT, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
 ) -> ConfigT:
-    """Return the options with seats and KV memory set by the device's free memory. On a CPU they stay.
+    """Return the options. On a GPU, seats and KV memory that were not given are fitted to its free memory.
 
     Args:
         config: `max_seq_len` must be resolved.

@@ -49,7 +49,7 @@ WALK_DRAWS = 8
 
 
 class OverBudgetError(ValueError):
-    """An answer's masks have taken more processor time than their budget allows."""
+    """An answer's grammar has taken more processor time than its budget allows."""
 
 
 class MaskBudget:

@@ -98,8 +98,7 @@ def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: 
     """Return the bytes that a pass holds at once for each of its tokens, in the widest part of a layer.
 
     Four tensors of hidden size are held around a norm: the residual stream, a layer's output, their sum, the normed
-    sum. Beside them are either the MLP's gate, up and their product, or queries, keys and values: projected,
-    normalised and rotated.
+    sum. Beside them are either the MLP's gate, up and their product, or four copies of queries, keys and values.
     """
     attention_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 4 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)

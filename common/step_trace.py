@@ -214,7 +214,7 @@ class FrameMaker:
             frame["found"] = found
 
     def _add_ends(self, frame: Frame, before: Sequence[_Known]) -> None:
-        """Add the requests that were preempted and those that ended."""
+        """Add preempted and ended requests, and the guesses that came true."""
         preempted = [self._know(known.request, frame).number for known in before if _was_preempted(known)]
         if preempted:
             frame["preempted"] = preempted

@@ -124,8 +124,8 @@ class PagedIndices:
         positions: [T] int32 or int64, each query's column in its own sequence.
         tiles: [I, 3] int32. Each is some queries of one sequence, in order: its row in `block_table`, the first
             query, and the number of queries.
-        split_rows: number of leading queries whose splits are programs of their own. Each tile of these queries has
-            all queries of its sequence.
+        split_rows: number of leading queries whose columns several programs may share. Each tile of these
+            queries has all queries of its sequence.
         max_length: an upper bound on the columns of these queries' sequences.
         tile_queries: the most queries of a tile; 1: every sequence has one query.
     """

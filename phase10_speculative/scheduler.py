@@ -66,7 +66,7 @@ class SpeculativeScheduler(PipelinedScheduler):
 
     def _with_guesses(self, plan: StepPlan, pool: SchedulerPool) -> StepPlan:
         """Choose the guesses that a plan computes, and reserve their columns. Returns the plan, requests without
-        guesses first. If guesses pay but a step is in flight, returns an empty plan: its tokens are read first."""
+        guesses first. If guesses help but a step is in flight, plans nothing: the step's tokens are read first."""
         rows = len(plan.decode) + sum(chunk.end - chunk.start for chunk in plan.prefill)
         spare_rows = (self.config.draft_rows or MOST_ROWS) - rows
         counts = worthwhile([self._guess(each) for each in plan.decode], rows, spare_rows, self.row_cost)

@@ -31,9 +31,10 @@ class ContinuousRunner(Runner):
             yield ForwardPass(tuple(map(self.prefill_share, chunks)))
 
     def share_out(self, prefill: Sequence[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
-        """Divide chunks among passes, in order: a pass takes `max_prefill_pass_tokens` tokens, or one longer chunk.
+        """Divide chunks among passes, in order.
 
-        This bounds a pass's activation memory, which grows with its tokens.
+        A pass takes up to `max_prefill_pass_tokens` tokens, or one longer chunk. This bounds a pass's activation
+        memory, which grows with its tokens.
         """
         chunks: list[PrefillChunk] = []
         tokens = 0

@@ -61,7 +61,7 @@ class PrefixTree:
         return path
 
     def hold(self, path: Iterable[Node]) -> None:
-        """Add a user to these nodes. The caller holds the nodes above them already."""
+        """Count one more user of these nodes. The caller holds the nodes above them already."""
         for node in path:
             if node.users == 0:
                 del self._unused[node]

@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
-    """Simulate the workload for every column that the options name, and print the table."""
+    """Simulate the workload on every engine that the options name, and print the table."""
     workload = find_workload(options)
     setup = Setup(
         model=options.model,
@@ -225,7 +225,7 @@ def calibrate(workload: Workload, column: Column, options: argparse.Namespace) -
     """Return the factor for arrival rates, measured as in `benchmarks.calibrate`, but in virtual time.
 
     Raises:
-        ValueError: `--rate` is not a rate.
+        ValueError: `--rate` is neither `auto`, nor `table`, nor a positive number.
     """
     reference = reference_capacity(workload)
     if reference is None or options.poisson is not None:

@@ -150,7 +150,7 @@ def simulated(runner: Runner, clock: VirtualClock, cost: Cost) -> SimulatedRunne
 
 
 def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
-    """Make phase 10's guesses come true with the probability `acceptance`; 0: no guesses. Skips other phases."""
+    """Set the probability that phase 10's guesses come true; 0: no guesses. Other phases stay unchanged."""
     if isinstance(runner, SimulatedSpeculativeRunner) and isinstance(scheduler, SpeculativeScheduler):
         runner.acceptance = acceptance
         runner._draw = random.Random(0)

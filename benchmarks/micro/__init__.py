@@ -153,7 +153,7 @@ def in_turns(ways: Mapping[Key, Callable[[], float]], turns: int) -> dict[Key, f
 
 
 def medians(turns: Iterable[Sequence[float]]) -> list[float]:
-    """Return the median of each number over turns that have measured the same numbers."""
+    """Return the median over all turns at each position of their sequences."""
     return [statistics.median(values) for values in zip(*turns, strict=True)]
 
 

@@ -77,7 +77,7 @@ def speed(
     """Time a model's linear layers by the number of rows, then whole decode steps and a prompt.
 
     Args:
-        rows: numbers of rows
+        rows: of x, in each product
     """
     models = load_both(model, max(CONTEXT + 1, PROMPT))
     ways: dict[tuple[str, str, int], Callable[[], float]] = {("read", "", 0): reading()}

@@ -106,7 +106,7 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
-    """Return the sampling parameters that a checkpoint suggests. StartupError: a value cannot be sampled with."""
+    """Return the sampling parameters that a checkpoint suggests. StartupError: a value is invalid."""
     origin = Path(checkpoint.folder or checkpoint.name) / GENERATION_CONFIG
     return _parse(origin, checkpoint.generation_config, suggested_params)
 

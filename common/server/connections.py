@@ -237,7 +237,7 @@ class Connection(H11Protocol):
             self._after_reading()
 
     def _after_reading(self) -> None:
-        """Close a connection with too many bytes behind its request; restart the timers of the others."""
+        """Close the connection if too many bytes follow its request; else start or stop its timer."""
         request_is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
         if request_is_whole and self._unparsed_bytes() > MAX_PIPELINED_BYTES:
             logger.info(
@@ -356,7 +356,7 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _on_unread(self, unsent: int) -> None:
-        """Close the connection if the client has taken too little since `unsent` bytes waited for it."""
+        """Close the connection if its answer is complete, and the client took too little of `unsent` bytes."""
         if (
             not self.cycle.response_complete
             or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES

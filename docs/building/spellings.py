@@ -153,7 +153,7 @@ class Run(NamedTuple):
 
 @functools.cache
 def forced_runs() -> tuple[Run, ...]:
-    """Walk an answer through its grammar, as jump-forward decoding does."""
+    """Return an answer as runs: a sampled token, then the forced ones."""
     checkpoint = open_checkpoint(MODEL)
     compiler = GrammarCompiler(tokenizer(), checkpoint.config.eos_token_ids)
     try:

@@ -57,10 +57,10 @@ def with_anchors(html: str) -> str:
 
 
 def linked(html: str, root: str) -> str:
-    """Return a page whose first uses of words are links. Headings, code, pictures and other links stay as they are.
+    """Link the first use of each glossary term to its definition, except inside the tags `SKIPPED`.
 
     Args:
-        root: from the page to the site's root.
+        root: the relative path from the page to the site's root.
     """
     seen: set[str] = set()
 

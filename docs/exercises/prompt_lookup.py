@@ -48,7 +48,7 @@ def test_the_latest_place_is_taken() -> None:
 
 
 def solution(token_ids: list[int], limit: int, shortest: int = 2, longest: int = 4) -> list[int]:
-    """Search the whole text backwards. The phase keeps a dictionary, which is quick for texts of any length."""
+    """Search the earlier tokens backwards. Phase 10 uses a dictionary, which stays quick on long texts."""
     for n in range(longest, shortest - 1, -1):
         last = token_ids[-n:]
         for end in range(len(token_ids) - 1, n - 1, -1):

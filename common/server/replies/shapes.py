@@ -185,7 +185,7 @@ class TextChunk(TextHeader):
 
 
 class CompletionChunk(TextChunk):
-    """The `data` of a plain stream's event."""
+    """A chunk of a completion's stream in OpenAI's form."""
 
     usage: NotRequired[Annotated[Usage | None, Field(description="only if asked for")]]
 
@@ -267,7 +267,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """The begin of a call, with `id`, `type` and name, or a piece of its arguments."""
+    """The beginning of a call, with `id`, `type` and name, or a piece of its arguments."""
 
     index: int
     id: NotRequired[str]

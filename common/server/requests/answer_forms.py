@@ -41,7 +41,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        """The grammar of the answer, with the name of its field; None: any text."""
+        """The request's field that asks for a form, and its grammar; None: any text."""
         if self.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema_)
         return ("response_format", Grammar.json_object()) if self.type == "json_object" else None
@@ -80,7 +80,7 @@ class StructuredOutputs(VllmStructuredFields):
 
     @property
     def named_grammar(self) -> tuple[str, Grammar]:
-        """The grammar of the answer, with the name of its field."""
+        """The request's field that asks for a form, and its grammar."""
         ((field, value),) = self._given.items()  # one: see `check`
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
