@@ -23,8 +23,11 @@ namespace infer {
 constexpr int64_t kAmxRows = 16;    // of a tile
 constexpr int64_t kAmxInputs = 32;  // of one instruction
 
+// The compiler does not know that tiles are loaded from memory: it must not move stores behind this.
+inline void tiles_read_memory() { asm volatile("" ::: "memory"); }
+
 // Sets the shapes of this thread's tile registers for 1 to 32 rows, and clears them at its end. Registers 0 to 3 hold
-// sums, 4 and 5 hold x, 6 and 7 hold weights. Rows after the first 16 are in registers 2, 3 and 5.
+// sums, 4 and 5 hold x, 6 and 7 hold weights. With more than 16 rows, 2, 3 and 5 hold the rows after the first 16.
 class AmxShapes {
  public:
   explicit AmxShapes(int64_t rows) {
@@ -38,9 +41,14 @@ class AmxShapes {
       shapes.bytes[tile] = 64;
       shapes.rows[tile] = uint8_t(tile > 5 ? 16 : tile == 2 || tile == 3 || tile == 5 ? others : first);
     }
+    tiles_read_memory();
     _tile_loadconfig(&shapes);
   }
-  ~AmxShapes() { _tile_release(); }
+  // The library keeps its shapes from one product to the next of the same size, so it must be told that they are gone.
+  ~AmxShapes() {
+    _tile_release();
+    at::native::cpublas::brgemm_release(true);
+  }
   AmxShapes(const AmxShapes&) = delete;
 };
 
@@ -59,6 +67,7 @@ void multiply_by_amx(const c10::BFloat16* x, int64_t stride, int64_t inputs, flo
   for (int64_t input = 0; input < inputs; input += kAmxInputs) {
     const c10::BFloat16* weights = next;
     if (input + kAmxInputs < inputs) next = weights_of(input + kAmxInputs);
+    tiles_read_memory();
     _tile_loadd(4, x + input, 2 * stride);
     _tile_loadd(6, weights, kRowBytes);
     _tile_dpbf16ps(0, 4, 6);

@@ -514,6 +514,7 @@ struct ByAmx {
         from = scratch.keys.data();
       }
       alignas(64) float by_column[kAmxRows * kAmxRows];
+      tiles_read_memory();
       _tile_zero(0);
       for (int64_t d = 0; d < scratch.size; d += kAmxInputs) {
         _tile_loadd(4, from + d, apart * sizeof(T));

@@ -197,6 +197,14 @@ def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, wind
             assert torch.equal(attend([(queries, end)], **form), whole[end - queries : end]), (chunk, end)
 
 
+def test_a_thread_may_prefill_decode_and_prefill_again(dtype):
+    """Where decoding has matrix tiles of its own, PyTorch's product must set its tiles anew."""
+    spans = [(8, 512), (1, 3072), (8, 256)]
+    form = {"dtype": dtype, "heads": (4, 1), "size": 256}
+    one, two = on_threads((1, 1), lambda: attend(spans, **form))
+    assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_has_the_same_bits_on_several_threads(dtype, window):
     spans = [(1, 5), (1, 130), (3, 64), (70, 400), (300, 300), (1, 1), (1, 700)]
