@@ -6,9 +6,10 @@
 //     weights  [16 pairs of inputs, 16 outputs, 2], as they lie in a panel
 //     sums     [up to 16 rows, 16 outputs] in float32
 //
-// For each sum the instruction adds the products of the 16 even inputs in order, likewise those of the odd inputs, and
-// adds both to the sum. Other rows make no difference. PyTorch's product uses the same instruction for 32 inputs after
-// the other, so both give a row the same bits: `amx_has_librarys_bits` tries that once.
+// For each sum the instruction adds the products of the 16 even inputs in order, and those of the 16 odd inputs
+// likewise. It adds these two to each other, and the result to the sum. A row's sums do not depend on other rows.
+// PyTorch's product takes the inputs in order, too, 32 at a time, so both give a row the same bits.
+// `amx_has_librarys_bits` tries that once.
 #pragma once
 
 #include "few_rows.h"
@@ -53,8 +54,11 @@ class AmxShapes {
 };
 
 // x [rows, inputs] times weights -> sums [rows, outputs], for rows in one tile and 32 or 64 outputs, or for rows in two
-// tiles and 32 outputs. weights_of(input) returns the weights of 32 inputs from that one on, and is called before those
-// of the inputs before are multiplied. Rows of sums, and pairs of inputs among the weights, are `panel` outputs apart.
+// tiles and 32 outputs. Rows of sums, and pairs of inputs among the weights, are `panel` outputs apart.
+//
+// weights_of(input) returns the weights of 32 inputs, from that one on. It is called one step early: weights that it
+// writes are then in the first-level cache when they are loaded. A load of a tile would wait for stores that are not,
+// so it should write to two places in turn.
 template <int64_t row_tiles, int64_t outputs, int64_t panel, typename WeightsOf>
 void multiply_by_amx(const c10::BFloat16* x, int64_t stride, int64_t inputs, float* sums, WeightsOf weights_of) {
   static_assert(row_tiles * outputs == 32 || row_tiles * outputs == 64);
@@ -95,20 +99,15 @@ void multiply_by_amx(const c10::BFloat16* x, int64_t stride, int64_t inputs, flo
 
 // Returns whether this process may use tiles, and sums of a thousand products then have the library's bits. Tried once.
 inline bool amx_has_librarys_bits() {
-  static const bool same = [] {
-    if (!at::cpu::init_amx()) return false;
-    constexpr int64_t kInputs = 1024, kTried = 32;  // rows, and outputs
-    const auto x = numbers_to_try<c10::BFloat16>(kTried * kInputs, 1);
-    const auto panel = numbers_to_try<c10::BFloat16>(kInputs * kTried, 2);
-    alignas(64) float theirs[kTried * kTried], ours[kTried * kTried];
-    at::native::cpublas::brgemm(
-        kTried, kTried, kInputs, kInputs, kTried, kTried, false, x.data(), panel.data(), theirs, true);
-    at::native::cpublas::brgemm_release(true);
-    const AmxShapes shapes(kTried);
-    multiply_by_amx<2, kTried, kTried>(
-        x.data(), kInputs, kInputs, ours, [&](int64_t input) { return panel.data() + input * kTried; });
-    return std::memcmp(ours, theirs, sizeof(ours)) == 0;
-  }();
+  constexpr int64_t kTried = 32;  // rows, and outputs
+  static const bool same =
+      at::cpu::init_amx() &&
+      has_librarys_bits_with<c10::BFloat16, kTried, kTried>(
+          [](const c10::BFloat16* x, const c10::BFloat16* panel, int64_t inputs, float* sums) {
+            const AmxShapes shapes(kTried);
+            multiply_by_amx<2, kTried, kTried>(
+                x, inputs, inputs, sums, [=](int64_t input) { return panel + input * kTried; });
+          });
   return same;
 }
 

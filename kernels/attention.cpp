@@ -239,7 +239,7 @@ Range seen_by(const Task<T>& task, int64_t window) {
 
 // One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
 // values copied. The loops below read them where they lie (see few_rows.h). Matrix tiles compute sixteen rows in any
-// case, but they, too, read keys where they lie (see amx.h).
+// case, but they read most keys where they lie (see amx.h).
 
 // Fetches the keys or values of a tile, which lie apart: into the first-level cache (locality 3) or the second (2).
 template <int locality, typename T>
@@ -432,32 +432,37 @@ void add_values(
 
 #endif
 
-// The products of `compute_few`: scores = queries keys^T, then sums [rows, size] = weights values. Here by loops.
+// The products of `compute_few` for a task's rows: scores = queries keys^T, then sums [rows, size] = weights values.
+// Here by loops.
 template <typename T>
-struct ByLoops {
-  static void begin(Scratch<T>&, int64_t) {}
+class ByLoops {
+ public:
+  ByLoops(Scratch<T>& scratch, int64_t rows) : scratch_(scratch), rows_(rows) {}
 
-  static void multiply_keys(Scratch<T>& scratch, int64_t rows, const T* keys, const int64_t* places, int64_t count) {
-    in_groups<kRowsAtOnce<T>>(rows, [&](auto n, int64_t row) {
-      const T* queries = scratch.queries.data() + row * scratch.size;
-      float* scores = scratch.scores.data() + row * kColumns;
-      multiply_keys_in_place<n>(queries, keys, places, count, scratch.size, scores);
+  void multiply_keys(const T* keys, const int64_t* places, int64_t count) const {
+    in_groups<kRowsAtOnce<T>>(rows_, [&](auto n, int64_t row) {
+      const T* queries = scratch_.queries.data() + row * scratch_.size;
+      float* scores = scratch_.scores.data() + row * kColumns;
+      multiply_keys_in_place<n>(queries, keys, places, count, scratch_.size, scores);
     });
   }
 
-  static void multiply_values(
-      Scratch<T>& scratch, int64_t rows, const T* values, const int64_t* places, int64_t count, float* sums) {
-    in_groups<kRowsAtOnce<T>>(rows, [&](auto n, int64_t row) {
-      const T* weights = scratch.weights.data() + row * kColumns;
-      add_values<n>(weights, values, places, count, scratch.size, sums + row * scratch.size);
+  void multiply_values(const T* values, const int64_t* places, int64_t count, float* sums) const {
+    in_groups<kRowsAtOnce<T>>(rows_, [&](auto n, int64_t row) {
+      const T* weights = scratch_.weights.data() + row * kColumns;
+      add_values<n>(weights, values, places, count, scratch_.size, sums + row * scratch_.size);
     });
   }
+
+ private:
+  Scratch<T>& scratch_;
+  int64_t rows_;
 };
 
 #ifdef INFER_AMX
 
-// Returns 32 columns' values as the right sides of products, tiles [16 pairs, 16, 2], for 32 features (`halves` 1) or
-// 64. They are written to two places in turn (see amx.h).
+// Writes 32 columns' values as the right sides of products, tiles [16 pairs, 16, 2], for 32 features (`halves` 1) or
+// 64, into two places in turn (see `multiply_by_amx`).
 template <int64_t halves>
 class PairsInTurn {
  public:
@@ -487,18 +492,18 @@ class PairsInTurn {
   alignas(64) c10::BFloat16 tiles_[2][kAmxInputs * 32 * halves];
 };
 
-// The same by matrix tiles, which take sixteen rows.
-struct ByAmx {
+// The products of `compute_few` by matrix tiles, which take sixteen rows.
+class ByAmx {
   using T = c10::BFloat16;
 
-  static void begin(Scratch<T>& scratch, int64_t rows) {
+ public:
+  ByAmx(Scratch<T>& scratch, int64_t rows) : scratch_(scratch), rows_(rows), shapes_(kAmxRows) {
     turn(scratch.queries.data(), rows, scratch.size, kAmxRows, scratch.turned.data());
     std::fill_n(scratch.weights.data() + rows * kColumns, (kAmxRows - rows) * kColumns, T(0));
   }
 
   // Computes keys queries^T, sixteen columns at a time, which are copied unless they lie at equal distances.
-  static void multiply_keys(Scratch<T>& scratch, int64_t rows, const T* keys, const int64_t* places, int64_t count) {
-    const AmxShapes shapes(kAmxRows);
+  void multiply_keys(const T* keys, const int64_t* places, int64_t count) const {
     const __m512i columns_of_a_query =
         _mm512_set_epi32(240, 224, 208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16, 0);
     for (int64_t first = 0; first < count; first += kAmxRows) {
@@ -507,51 +512,53 @@ struct ByAmx {
         if (places[i] - places[i - 1] != apart) apart = 0;
       const T* from = keys + places[first];
       if (!apart) {
-        apart = scratch.size;
+        apart = scratch_.size;
         for (int64_t i = 0; i < kAmxRows; ++i)
           std::memcpy(
-              scratch.keys.data() + i * apart, keys + places[std::min(first + i, count - 1)], apart * sizeof(T));
-        from = scratch.keys.data();
+              scratch_.keys.data() + i * apart, keys + places[std::min(first + i, count - 1)], apart * sizeof(T));
+        from = scratch_.keys.data();
       }
       alignas(64) float by_column[kAmxRows * kAmxRows];
       tiles_read_memory();
       _tile_zero(0);
-      for (int64_t d = 0; d < scratch.size; d += kAmxInputs) {
+      for (int64_t d = 0; d < scratch_.size; d += kAmxInputs) {
         _tile_loadd(4, from + d, apart * sizeof(T));
-        _tile_loadd(6, scratch.turned.data() + d * kAmxRows, 64);
+        _tile_loadd(6, scratch_.turned.data() + d * kAmxRows, 64);
         _tile_dpbf16ps(0, 4, 6);
       }
       _tile_stored(0, by_column, 64);
-      for (int64_t row = 0; row < rows; ++row)
-        _mm512_store_ps(
-            scratch.scores.data() + row * kColumns + first, _mm512_i32gather_ps(columns_of_a_query, by_column + row, 4));
+      for (int64_t row = 0; row < rows_; ++row) {
+        const __m512 scores = _mm512_i32gather_ps(columns_of_a_query, by_column + row, 4);
+        _mm512_store_ps(scratch_.scores.data() + row * kColumns + first, scores);
+      }
     }
   }
 
-  static void multiply_values(
-      Scratch<T>& scratch, int64_t rows, const T* values, const int64_t* places, int64_t count, float* sums) {
-    const AmxShapes shapes(kAmxRows);
+  void multiply_values(const T* values, const int64_t* places, int64_t count, float* sums) const {
     int64_t begin = 0;
-    for (; begin + 64 <= scratch.size; begin += 64)
-      multiply_features<2>(scratch, rows, values + begin, places, count, sums + begin);
-    if (begin < scratch.size) multiply_features<1>(scratch, rows, values + begin, places, count, sums + begin);
+    for (; begin + 64 <= scratch_.size; begin += 64)
+      multiply_features<2>(values + begin, places, count, sums + begin);
+    if (begin < scratch_.size) multiply_features<1>(values + begin, places, count, sums + begin);
   }
 
  private:
   template <int64_t halves>
-  static void multiply_features(
-      Scratch<T>& scratch, int64_t rows, const T* values, const int64_t* places, int64_t count, float* sums) {
+  void multiply_features(const T* values, const int64_t* places, int64_t count, float* sums) const {
     constexpr int64_t kFeatures = 32 * halves;
     alignas(64) float unordered[kAmxRows * kFeatures];
     const int64_t columns = (count + kAmxInputs - 1) / kAmxInputs * kAmxInputs;
     multiply_by_amx<1, kFeatures, kFeatures>(
-        scratch.weights.data(), kColumns, columns, unordered, PairsInTurn<halves>(values, places, count));
-    for (int64_t row = 0; row < rows; ++row)
+        scratch_.weights.data(), kColumns, columns, unordered, PairsInTurn<halves>(values, places, count));
+    for (int64_t row = 0; row < rows_; ++row)
       for (int64_t i = 0; i < kFeatures; i += 32) {
         const float* from = unordered + row * kFeatures + i;
-        store_features(_mm512_load_ps(from), _mm512_load_ps(from + 16), sums + row * scratch.size + i);
+        store_features(_mm512_load_ps(from), _mm512_load_ps(from + 16), sums + row * scratch_.size + i);
       }
   }
+
+  Scratch<T>& scratch_;
+  int64_t rows_;
+  AmxShapes shapes_;
 };
 
 #endif
@@ -564,7 +571,7 @@ void compute_few(
   const int64_t size = columns.size, count = task.queries * task.group;
   for (int64_t row = 0; row < count; ++row)
     std::memcpy(scratch.queries.data() + row * size, task.query(row, size), size * sizeof(T));
-  Products::begin(scratch, count);
+  const Products products(scratch, count);
   for (int64_t first = range.first; first < range.last; first += kColumns) {
     if (first + kColumns < range.last)
       fetch_tile(columns, task.head, first + kColumns, range.last, k_store, v_store);
@@ -574,9 +581,9 @@ void compute_few(
     columns.locate(task.head, first, first + seen, places);
     fetch_ahead<3>(k_store, places, seen, size);
     fetch_ahead<3>(v_store, places, seen, size);
-    Products::multiply_keys(scratch, count, k_store, places, seen);
+    products.multiply_keys(k_store, places, seen);
     weigh(scratch, task, tile, first, width, scale, window);
-    Products::multiply_values(scratch, count, v_store, places, seen, tile.sums);
+    products.multiply_values(v_store, places, seen, tile.sums);
     finish(tile);
   }
 }

@@ -53,6 +53,21 @@ std::vector<T> numbers_to_try(int64_t count, uint32_t state) {
   return numbers;
 }
 
+// Returns whether multiply(x, panel, sums) has the bits of the library's product, for a thousand inputs: x [rows, 1024]
+// and panel [1024 / pair, outputs, pair] are T, sums [rows, outputs] float32. bfloat16 numbers come in pairs.
+template <typename T, int64_t rows, int64_t outputs, typename Multiply>
+bool has_librarys_bits_with(Multiply multiply) {
+  constexpr int64_t kInputs = 1024;
+  constexpr bool paired = sizeof(T) == 2;
+  const auto x = numbers_to_try<T>(rows * kInputs, 1), panel = numbers_to_try<T>(kInputs * outputs, 2);
+  alignas(64) float theirs[rows * outputs], ours[rows * outputs];
+  at::native::cpublas::brgemm(
+      rows, outputs, kInputs, kInputs, outputs, outputs, false, x.data(), panel.data(), theirs, paired);
+  at::native::cpublas::brgemm_release(paired);
+  multiply(x.data(), panel.data(), kInputs, ours);
+  return std::memcmp(ours, theirs, sizeof(ours)) == 0;
+}
+
 // ---------------------------------------------------------------------- float32
 
 #ifdef __AVX512F__
@@ -126,17 +141,12 @@ __attribute__((noinline)) void add_products(
 
 // Returns whether sums of a thousand float32 products have the library's bits, tried once.
 inline bool has_librarys_bits(float) {
-  static const bool same = [] {
-    constexpr int64_t kInputs = 1024, kRows = 4, kOutputs = 2 * kWide;
-    const auto x = numbers_to_try<float>(kRows * kInputs, 1), panel = numbers_to_try<float>(kInputs * kOutputs, 2);
-    float theirs[kRows * kOutputs], ours[kRows * kOutputs];
-    at::native::cpublas::brgemm(
-        kRows, kOutputs, kInputs, kInputs, kOutputs, kOutputs, false, x.data(), panel.data(), theirs, false);
-    at::native::cpublas::brgemm_release(false);
-    const auto place = [&](int64_t input) { return panel.data() + input * kOutputs; };
-    add_products<kRows, 2>(x.data(), kInputs, kInputs, place, ours, kOutputs, false);
-    return std::memcmp(ours, theirs, sizeof(ours)) == 0;
-  }();
+  constexpr int64_t kRows = 4, kOutputs = 2 * kWide;
+  static const bool same = has_librarys_bits_with<float, kRows, kOutputs>(
+      [](const float* x, const float* panel, int64_t inputs, float* sums) {
+        const auto place = [=](int64_t input) { return panel + input * kOutputs; };
+        add_products<kRows, 2>(x, inputs, inputs, place, sums, kOutputs, false);
+      });
   return same;
 }
 
@@ -153,26 +163,20 @@ inline __m512bh pair_in_all_lanes(const c10::BFloat16* from) {
 
 // Returns whether sums of a thousand bfloat16 products have the library's bits, tried once.
 inline bool has_librarys_bits(c10::BFloat16) {
-  static const bool same = [] {
-    constexpr int64_t kInputs = 1024, kTried = 32;  // rows, and outputs
-    const auto x = numbers_to_try<c10::BFloat16>(kTried * kInputs, 1);
-    const auto panel = numbers_to_try<c10::BFloat16>(kInputs * kTried, 2);
-    alignas(64) float theirs[kTried * kTried], ours[kTried * kTried];
-    at::native::cpublas::brgemm(
-        kTried, kTried, kInputs, kInputs, kTried, kTried, false, x.data(), panel.data(), theirs, true);
-    at::native::cpublas::brgemm_release(true);
-    for (int64_t row = 0; row < kTried; ++row)
-      for (int64_t output = 0; output < kTried; output += kLanes) {
-        __m512 sum = {};
-        for (int64_t input = 0; input < kInputs; input += 2) {
-          const auto factors = _mm512_loadu_si512(panel.data() + input * kTried + 2 * output);
-          const auto pair = pair_in_all_lanes(x.data() + row * kInputs + input);
-          sum = _mm512_dpbf16_ps(sum, pair, reinterpret_cast<__m512bh>(factors));
-        }
-        _mm512_store_ps(ours + row * kTried + output, sum);
-      }
-    return std::memcmp(ours, theirs, sizeof(ours)) == 0;
-  }();
+  constexpr int64_t kTried = 32;  // rows, and outputs
+  static const bool same = has_librarys_bits_with<c10::BFloat16, kTried, kTried>(
+      [](const c10::BFloat16* x, const c10::BFloat16* panel, int64_t inputs, float* sums) {
+        for (int64_t row = 0; row < kTried; ++row)
+          for (int64_t output = 0; output < kTried; output += kLanes) {
+            __m512 sum = {};
+            for (int64_t input = 0; input < inputs; input += 2) {
+              const auto factors = _mm512_loadu_si512(panel + input * kTried + 2 * output);
+              const auto pair = pair_in_all_lanes(x + row * inputs + input);
+              sum = _mm512_dpbf16_ps(sum, pair, reinterpret_cast<__m512bh>(factors));
+            }
+            _mm512_store_ps(sums + row * kTried + output, sum);
+          }
+      });
   return same;
 }
 

@@ -207,63 +207,10 @@ auto function_for(int64_t count, std::index_sequence<rows...>) {
   return functions[count - 1];
 }
 
-#ifdef INFER_AMX
-
-// Widens the weights of 32 inputs and `outputs` outputs for tiles. It writes to two places in turn, because a tile is
-// loaded only after the last numbers written to its memory have left the core.
-template <int64_t outputs>
-class WidenedInTurn {
- public:
-  explicit WidenedInTurn(const int8_t* panel) : panel_(panel) {}
-
-  const c10::BFloat16* operator()(int64_t input) {
-    const Widener widener;
-    c10::BFloat16* to = places_[input / kAmxInputs % 2];
-    const int8_t* from = panel_ + input * kPanel;
-    for (int64_t i = 0; i < kAmxInputs * kPanel; i += 2 * kPanel) {
-      for (int64_t byte = 0; byte < 2 * kPanel; byte += 64)
-        __builtin_prefetch(from + i + byte + kAhead, 0, /*locality=*/2);
-      for (int64_t output = 0; output < 2 * outputs; output += 64) {
-        __m512i parts[2];
-        widener(from + i + output, parts[0], parts[1]);
-        std::memcpy(to + i + output, parts, sizeof(parts));
-      }
-    }
-    return to;
-  }
-
- private:
-  const int8_t* panel_;
-  alignas(64) c10::BFloat16 places_[2][kAmxInputs * kPanel];
-};
-
-// `multiply_few` for 1 to 32 rows by matrix tiles.
-void multiply_few_by_amx(
-    const c10::BFloat16* x, int64_t stride, int64_t rows, const int8_t* panel, int64_t inputs, float* sums,
-    int64_t begin, int64_t end) {
-  const AmxShapes shapes(rows);
-  if (rows <= kAmxRows && end - begin == 2)
-    return multiply_by_amx<1, kPanel, kPanel>(x, stride, inputs, sums, WidenedInTurn<kPanel>(panel));
-  constexpr int64_t kHalf = kPanel / 2;
-  for (int64_t half = begin; half < end; ++half) {
-    const auto multiply =
-        rows > kAmxRows ? multiply_by_amx<2, kHalf, kPanel, WidenedInTurn<kHalf>>
-                        : multiply_by_amx<1, kHalf, kPanel, WidenedInTurn<kHalf>>;
-    multiply(x, stride, inputs, sums + half * kHalf, WidenedInTurn<kHalf>(panel + half * kPanel));
-  }
-}
-
-#endif
-
 template <typename W>
 void multiply_few(
-    const c10::BFloat16* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin = 0,
-    int64_t end = 2) {
-#ifdef INFER_AMX
-  if constexpr (sizeof(W) == 1)
-    if (!has_librarys_bits(c10::BFloat16{}))
-      return multiply_few_by_amx(x, stride, rows, panel, inputs, sums, begin, end);
-#endif
+    const c10::BFloat16* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin,
+    int64_t end) {
   const int64_t calls = (rows + kMostAtOnce - 1) / kMostAtOnce, each = (rows + calls - 1) / calls;
   for (int64_t row = 0; row < rows; row += each) {
     const int64_t count = std::min(each, rows - row);
@@ -280,8 +227,8 @@ constexpr int64_t kInputsAtOnce = 64;  // so much of a panel stays in the first-
 // The same for float32.
 template <typename W>
 void multiply_few(
-    const float* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin = 0,
-    int64_t end = 2) {
+    const float* x, int64_t stride, int64_t rows, const W* panel, int64_t inputs, float* sums, int64_t begin,
+    int64_t end) {
   for (int64_t input = 0; input < inputs; input += kInputsAtOnce) {
     const W* own = panel + input * kPanel;
     in_groups<kFloatRows>(rows, [&](auto n, int64_t row) {
@@ -308,22 +255,99 @@ template <typename W>
 constexpr int64_t kFewRows<c10::BFloat16, W> = 0;
 #endif
 
-// Returns whether `multiply_few` has the library's bits for rows of x and these weights. Matrix tiles are used for int8
-// weights only: with bfloat16 weights they are no faster than the library.
-template <typename T, typename W>
-bool few_rows_have_librarys_bits(int64_t inputs) {
+// Multiplies `rows` rows of x by halves `begin` to `end` of a panel, for one thread. Here by loops.
+class ByLoops {
+ public:
+  explicit ByLoops(int64_t rows) : rows_(rows) {}
+
+  template <typename T, typename W>
+  void operator()(
+      const T* x, int64_t stride, const W* panel, int64_t inputs, float* sums, int64_t begin, int64_t end) const {
+    multiply_few(x, stride, rows_, panel, inputs, sums, begin, end);
+  }
+
+ private:
+  int64_t rows_;
+};
+
 #ifdef INFER_AMX
-  if (sizeof(T) == 2 && sizeof(W) == 1 && inputs % kAmxInputs == 0 && amx_has_librarys_bits()) return true;
+
+// Widens the weights of 32 inputs and `outputs` outputs for tiles, into two places in turn (see `multiply_by_amx`).
+template <int64_t outputs>
+class WidenedInTurn {
+ public:
+  explicit WidenedInTurn(const int8_t* panel) : panel_(panel) {}
+
+  const c10::BFloat16* operator()(int64_t input) {
+    const Widener widener;
+    c10::BFloat16* to = places_[input / kAmxInputs % 2];
+    const int8_t* from = panel_ + input * kPanel;
+    for (int64_t i = 0; i < kAmxInputs * kPanel; i += 2 * kPanel) {
+      for (int64_t byte = 0; byte < 2 * kPanel; byte += 64)
+        __builtin_prefetch(from + i + byte + kAhead, 0, /*locality=*/2);
+      for (int64_t output = 0; output < 2 * outputs; output += 64) {
+        __m512i parts[2];
+        widener(from + i + output, parts[0], parts[1]);
+        std::memcpy(to + i + output, parts, sizeof(parts));
+      }
+    }
+    return to;
+  }
+
+ private:
+  const int8_t* panel_;
+  alignas(64) c10::BFloat16 places_[2][kAmxInputs * kPanel];
+};
+
+// As `ByLoops`, by matrix tiles, for int8 weights: with bfloat16 weights, tiles are no faster than the library.
+class ByAmx {
+ public:
+  explicit ByAmx(int64_t rows) : rows_(rows), shapes_(rows) {}
+
+  void operator()(
+      const c10::BFloat16* x, int64_t stride, const int8_t* panel, int64_t inputs, float* sums, int64_t begin,
+      int64_t end) const {
+    if (rows_ <= kAmxRows && end - begin == 2)
+      return multiply_by_amx<1, kPanel, kPanel>(x, stride, inputs, sums, WidenedInTurn<kPanel>(panel));
+    constexpr int64_t kHalf = kPanel / 2;
+    for (int64_t half = begin; half < end; ++half) {
+      const auto multiply =
+          rows_ > kAmxRows ? multiply_by_amx<2, kHalf, kPanel, WidenedInTurn<kHalf>>
+                           : multiply_by_amx<1, kHalf, kPanel, WidenedInTurn<kHalf>>;
+      multiply(x, stride, inputs, sums + half * kHalf, WidenedInTurn<kHalf>(panel + half * kPanel));
+    }
+  }
+
+ private:
+  int64_t rows_;
+  AmxShapes shapes_;
+};
+
 #endif
-  return has_librarys_bits(T{});
+
+// `multiply_by` for few rows. If a half of a panel can be finished alone (`halves`), panels are divided among threads
+// by halves: with nine panels and two threads, one would wait for the other's fifth.
+template <typename Products, bool halves, typename T, typename W, typename Finish>
+void multiply_few_by(
+    const T* x, int64_t stride, int64_t rows, const W* weights, int64_t panels, int64_t inputs, const Finish& finish) {
+  constexpr int64_t grain = halves ? 1 : 2;
+  at::parallel_for(0, panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
+    alignas(64) float sums[kTileRows * kPanel];
+    const Products multiply(rows);
+    for (int64_t half = first * grain; half < last * grain;) {
+      const int64_t panel = half / 2, begin = half % 2, end = std::min<int64_t>(2, last * grain - panel * 2);
+      multiply(x, stride, weights + panel * inputs * kPanel, inputs, sums, begin, end);
+      finish(sums, 0, rows, panel, begin * kPanel / 2, end * kPanel / 2);
+      half += end - begin;
+    }
+  });
 }
 
 // ---------------------------------------------------------------------- the product
 
 // Computes x [T, K] times all panels, tile by tile, and hands each tile's float32 sums to
 // finish(sums [rows, 64], first row, rows, panel, begin, end), where columns `begin` to `end` are computed. Panels of
-// int8 are widened one at a time, in the core's cache. If a half of a panel can be finished alone (`halves`), few rows
-// are divided among threads by halves: with nine panels and two threads, one would wait for the other's fifth.
+// int8 are widened one at a time, in the core's cache.
 //
 // An output is one sum over its inputs, in order: neither the number of rows, nor the tile or block that a row
 // is in, nor the thread that computes it, makes a difference to its bits.
@@ -337,18 +361,14 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
   const W* weights = packed.const_data_ptr<W>();
   constexpr bool paired = sizeof(T) == 2, narrow = sizeof(W) < sizeof(T);
   if constexpr (kFewRows<T, W> > 0) {
-    if (tokens > 0 && tokens <= kFewRows<T, W> && few_rows_have_librarys_bits<T, W>(inputs)) {
-      constexpr int64_t grain = halves ? 1 : 2;
-      at::parallel_for(0, panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
-        alignas(64) float sums[kTileRows * kPanel];
-        for (int64_t half = first * grain; half < last * grain;) {
-          const int64_t panel = half / 2, begin = half % 2, end = std::min<int64_t>(2, last * grain - panel * 2);
-          multiply_few(from, stride, tokens, weights + panel * inputs * kPanel, inputs, sums, begin, end);
-          finish(sums, 0, tokens, panel, begin * kPanel / 2, end * kPanel / 2);
-          half += end - begin;
-        }
-      });
-      return;
+    if (tokens > 0 && tokens <= kFewRows<T, W>) {
+#ifdef INFER_AMX
+      if constexpr (sizeof(T) == 2 && sizeof(W) == 1)
+        if (inputs % kAmxInputs == 0 && amx_has_librarys_bits())
+          return multiply_few_by<ByAmx, halves>(from, stride, tokens, weights, panels, inputs, finish);
+#endif
+      if (has_librarys_bits(T{}))
+        return multiply_few_by<ByLoops, halves>(from, stride, tokens, weights, panels, inputs, finish);
     }
   }
   // Tasks are numbered block by block, within a block panel by panel, within a panel tile by tile.

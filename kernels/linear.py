@@ -21,7 +21,8 @@ the number of inputs. oneDNN's own products have that property for two or more r
 **Each new number of rows costs time once.** The library compiles a small product for each number of rows up to 32,
 each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would cost
 more: a decode step's time grows with every row, in every step. Few rows need no such product: they have loops of
-their own (`few_rows.h`), in bfloat16 where the processor has the instructions.
+their own (`few_rows.h`), in bfloat16 where the processor has the instructions. On a processor with matrix tiles
+(`amx.h`) they have them only for int8 weights.
 
 **bfloat16 weights, float32 rows.** A float32 matrix whose numbers are all bfloat16 numbers, as those of most
 checkpoints are, is kept in bfloat16. A core widens weights where it multiplies them. That is exact, so a row has
