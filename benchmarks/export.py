@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from common.config import resolve_dtype
 from common.errors import StartupError
+from common.json_file import read_json
 from common.models.checkpoint import Checkpoint, DummyCheckpoint
 from common.models.gguf import GGUFCheckpoint, config_of
-from common.models.loader import SINGLE_FILE, checkpoint_tensors, read_json
+from common.models.loader import SINGLE_FILE, checkpoint_tensors
 from common.models.registry import load_model, open_checkpoint
 from common.zoo.presets import PRESETS
 

@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InvalidRequestError, StartupError
+from common.json_file import read_json
 
 Message = Mapping[str, Any]
 
@@ -62,12 +63,7 @@ class ChatTemplate:
         """
         config_path = folder / "tokenizer_config.json"
         own_file = folder / "chat_template.jinja" if file is None else file
-        try:
-            config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-        except (OSError, ValueError) as error:
-            raise StartupError(f"{config_path} cannot be read: {error}") from None
-        if not isinstance(config, dict):
-            raise StartupError(f"{config_path} must hold a JSON object")
+        config = read_json(config_path) if config_path.is_file() else {}
         special_tokens = _special_tokens(config)
         if file is not None or own_file.is_file():
             return cls.from_file(own_file, special_tokens)

@@ -8,18 +8,18 @@ doubled the peak. Its `pread` backend allocates each tensor separately, which to
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import StartupError
+from common.json_file import read_json
 from common.models.compressed import Stored, plain_names
 from common.models.layers import CausalLM, Linear
 
@@ -57,19 +57,6 @@ class StoredTensor:
             read_fully(file, buffer.view(-1).view(torch.uint8).numpy().data)
         if not direct:
             target.copy_(buffer)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a checkpoint's folder. StartupError: it is unreadable, or not an object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StartupError(f"{path.parent} has no {path.name}: is it a Hugging Face checkpoint?") from None
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise StartupError(f"{path} must hold a JSON object")
-    return content
 
 
 def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTensor]:

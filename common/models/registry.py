@@ -21,6 +21,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
+from common.json_file import read_json
 from common.models.checkpoint import Checkpoint, DummyCheckpoint, FolderCheckpoint
 from common.models.compressed import read_scheme
 from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id_set
@@ -31,7 +32,6 @@ from common.models.gguf import GGUFCheckpoint, config_of
 from common.models.gguf_file import GGUFFile
 from common.models.layers import CausalLM
 from common.models.llama import Llama
-from common.models.loader import read_json
 from common.models.mistral import Mistral
 from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 
-CPU_INFO = Path("/proc/cpuinfo")
+CPU_INFO = Path("/proc/cpuinfo")  # on Linux
 
 # ---------------------------------------------------------------------------------------------- computing
 
@@ -41,7 +41,7 @@ class LlamaCpp(SteppingWorker):
         llama_cpp.llama_backend_init()
         loading = llama_cpp.llama_model_default_params()
         # With weights rearranged for matrix tiles (AMX), version 0.3.36 ends at an illegal instruction.
-        loading.use_extra_bufts = "amx_int8" not in CPU_INFO.read_text()
+        loading.use_extra_bufts = not (CPU_INFO.is_file() and "amx_int8" in CPU_INFO.read_text())
         model = llama_cpp.llama_model_load_from_file(options.folder.encode(), loading)
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = options.kv_tokens

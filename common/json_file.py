@@ -1,0 +1,22 @@
+"""JSON files of a checkpoint: configurations, and the index of its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.errors import StartupError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a checkpoint's folder. StartupError: it is unreadable, or not an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartupError(f"{path.parent} has no {path.name}: is it a Hugging Face checkpoint?") from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} must hold a JSON object")
+    return content
