@@ -108,6 +108,10 @@ def is_quick(model: str, variant: Variant) -> bool:
     return model in IN_EVERY_VARIANT or variant in plain
 
 
+def _combinations(models: Sequence[str], variants: Sequence[Variant]) -> list[tuple[str, Variant]]:
+    return [(m, v) for m in models for v in variants if m in IN_EVERY_VARIANT or v in PLAIN]
+
+
 def pairs(
     models: Sequence[str] = MODELS, variants: Sequence[Variant] = VARIANTS, *, rare: Sequence[str] = RARE
 ) -> pytest.MarkDecorator:
@@ -120,12 +124,32 @@ def pairs(
     def marks(model: str, variant: Variant) -> list[pytest.MarkDecorator]:
         return [] if is_quick(model, variant) and model not in rare else [pytest.mark.slow]
 
-    chosen = [(m, v) for m in models for v in variants if m in IN_EVERY_VARIANT or v in PLAIN]
     return pytest.mark.parametrize(
         ("subject", "variant"),
-        [pytest.param(m, v, id=f"{m}-{v}", marks=marks(m, v)) for m, v in chosen],
+        [pytest.param(m, v, id=f"{m}-{v}", marks=marks(m, v)) for m, v in _combinations(models, variants)],
         indirect=["subject"],
     )
+
+
+def per_model() -> pytest.MarkDecorator:
+    """Run a test once for each model, with a list of the variants that `pairs` runs one by one.
+
+    Then the oracle computes a drawn request once for all variants. Variants that are slow in `pairs` make a second
+    case.
+    """
+    cases = []
+    for model in MODELS:
+        for slow in (False, True):
+            variants = [
+                variant
+                for _, variant in _combinations([model], VARIANTS)
+                if slow != (is_quick(model, variant) and model not in RARE)
+            ]
+            if variants:
+                name = f"{model}-{len(variants)} variants"
+                marks = [pytest.mark.slow] * slow
+                cases.append(pytest.param(model, variants, id=name, marks=marks))
+    return pytest.mark.parametrize(("subject", "variants"), cases, indirect=["subject"])
 
 
 @dataclass
@@ -145,6 +169,7 @@ class Subject:
         engine: Engine = find_phase(variant.phase).build_engine(
             config, model=self.model, tokenizer=self.tokenizer
         )
+        engine.grammars = self.grammars  # each grammar is tried once for all engines of a run
         return engine
 
     def alone(self, prompt: Sequence[int], params: SamplingParams) -> Solo:

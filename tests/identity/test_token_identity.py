@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from common.request import SamplingParams
@@ -23,6 +23,7 @@ from tests.identity.support import (
     check,
     greedy,
     pairs,
+    per_model,
     prompt_of,
     recorded_logits,
     serve,
@@ -54,10 +55,10 @@ def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -
     check(subject, variant, arrivals, max_batch_size=3)
 
 
-@pairs()
+@per_model()
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_random_traffic(subject: Subject, variant: Variant, data: st.DataObject) -> None:
+def test_random_traffic(subject: Subject, variants: list[Variant], data: st.DataObject) -> None:
     """Requests of 1 to 300 tokens arrive at random steps. There are more requests than seats."""
     arrivals = data.draw(
         st.lists(
@@ -72,7 +73,10 @@ def test_random_traffic(subject: Subject, variant: Variant, data: st.DataObject)
             max_size=10,
         )
     )
-    check(subject, variant, arrivals, max_batch_size=data.draw(st.integers(1, 4)))
+    seats = data.draw(st.integers(1, 4))
+    for variant in variants:
+        note(str(variant))  # the last one that a failure prints is the one that failed
+        check(subject, variant, arrivals, max_batch_size=seats)
 
 
 @pairs()
