@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kernels import native
+from kernels.dispatch import HAS_TRITON
 
 if TYPE_CHECKING:
     from common.models.layers import CausalLM
@@ -88,6 +89,17 @@ def own_prompt(request: pytest.FixtureRequest) -> OwnPrompt:
     """Draws a prompt of a number of token ids by the test's name, so that it hits no blocks of other tests."""
     draw = random.Random(request.node.nodeid)
     return lambda tokens: [draw.randrange(50, 750) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Make Triton's interpreter quicker, where it computes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
+            from tests.kernels.triton_interpreter import prepare_functions_once  # after the settings above
+
+            prepare_functions_once(monkeypatch)
+        yield
 
 
 @pytest.fixture

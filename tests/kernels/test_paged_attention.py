@@ -17,13 +17,12 @@ from torch import Tensor
 import kernels.paged_attention
 from kernels.attention_layout import PagedIndices
 from kernels.paged_attention import (
-    SPLIT_COLUMNS,
     paged_attention_reference,
     paged_attention_triton,
     queries_per_tile,
 )
 from tests.kernels.support import FAR, SCALE, Store, far_apart
-from tests.kernels.triton_dot import patch_dot
+from tests.kernels.triton_interpreter import patch_dot
 
 EDGES = (1, 2, 15, 16, 17, 32, 33)  # lengths: one, within, at and past the edges of blocks of 16
 MIXED = (1, 33, (5, 9), (17, 17), (40, 52))  # decode, guesses, a prompt, a chunk: queries and columns
@@ -36,6 +35,14 @@ Sequences = Sequence[int | tuple[int, int]]  # columns of a sequence of one quer
 @pytest.fixture(autouse=True)
 def rows_are_computed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_dot(monkeypatch)
+
+
+SPLIT = 128  # columns of a split where a test needs several: the interpreter is slow
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.paged_attention, "SPLIT_COLUMNS", SPLIT)
 
 
 @pytest.fixture
@@ -114,8 +121,8 @@ PASSES: list[dict[str, Any]] = [
         for window in (None, 5, 150)
     ),
     {"sequences": EDGES},
-    {"sequences": [(300, 300)], "heads": (2, 1)},
-    {"sequences": [(300, 700)], "heads": (2, 1), "window": 100},
+    {"sequences": [(150, 150)], "heads": (2, 1)},
+    {"sequences": [(150, 350)], "heads": (2, 1), "window": 100},
 ]
 
 
@@ -179,7 +186,7 @@ def test_bfloat16_is_as_good_as_its_rounding(triton_device, head_dim, window):
     """Rounding a result to bfloat16 changes it by up to 1.6e-3 of its norm. The kernel's own error must be smaller:
     the difference to the float32 reference, rounded as the device rounds."""
     case = Case(
-        [1, 16, (9, 33), 600],
+        [1, 16, (9, 33), 200],
         heads=(4, 1),
         head_dim=head_dim,
         window=window,
@@ -207,10 +214,11 @@ def test_float16(triton_device):
 # ---------------------------------------------------------------------- splits
 
 # Lengths within a split, at its end, past it, and of several splits; one query, guesses, and chunks across an end.
-LONG = (1, SPLIT_COLUMNS - 1, (3, SPLIT_COLUMNS), SPLIT_COLUMNS + 1, (4, 1500), (30, SPLIT_COLUMNS + 9))
+LONG = (1, SPLIT - 1, (3, SPLIT), SPLIT + 1, (4, 3 * SPLIT - 9), (30, SPLIT + 9))
 
 
-@pytest.mark.parametrize("window", [None, 300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("window", [None, 75, 250])
 @pytest.mark.parametrize("programs", [1, 2, 32])
 def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch, programs, window):
     """Programs share the splits of leading sequences, or take several each. Other sequences have one program."""
@@ -224,11 +232,11 @@ def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch,
     )
 
 
-@pytest.mark.parametrize("loud", [5, 350, 690])
+@pytest.mark.parametrize("loud", [5, 175, 340])
 def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, loud):
     """22 splits are merged in three rounds. The largest score is in a different round in each case."""
-    monkeypatch.setattr(kernels.paged_attention, "SPLIT_COLUMNS", 32)
-    case = Case([20, 700], heads=(4, 2), head_dim=256, device=triton_device)  # tiles of 16 columns
+    monkeypatch.setattr(kernels.paged_attention, "SPLIT_COLUMNS", 16)
+    case = Case([20, 345], heads=(4, 2), head_dim=256, device=triton_device)  # tiles of 16 columns
     case.q[1] *= 0.2  # so that several splits matter, not only the one with the largest score
     block = case.indices.block_table[1, loud // 16]
     case.k_store[block, loud % 16] += case.q[1].view(2, 2, 256).mean(1)
@@ -237,9 +245,8 @@ def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, lo
     assert torch.equal(case.run(), case.run(split_rows=0))
 
 
-@pytest.mark.parametrize("head_dim", [80, 128])
-def test_splits_of_grouped_heads(triton_device, memory_starts_as_nan, head_dim):
-    case = Case([600, 40, (2, 1100)], heads=(6, 2), head_dim=head_dim, block_size=3, device=triton_device)
+def test_splits_of_the_usual_size(triton_device, memory_starts_as_nan):
+    case = Case([600, 40, (2, 1100)], heads=(6, 2), head_dim=80, block_size=3, device=triton_device)
     assert_exact(case.run(), case)
 
 
@@ -286,20 +293,21 @@ def test_the_launch_follows_from_what_the_host_knows(monkeypatch, sequences, win
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("window", [600, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", [150, None])
+@pytest.mark.usefixtures("short_splits")
 def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, window, dtype):
     """The row may be decoded alone, verified with guesses, or prefilled in chunks, beside any neighbours."""
     options = {"heads": heads, "window": window, "dtype": dtype, "device": triton_device}
-    case = Case([33, (70, 1100), 600, (1, 7)], **options, poison=0.0)
+    case = Case([33, (30, 280), 150, (1, 7)], **options, poison=0.0)
     together = case.run()
-    rows = range(1, 71)  # the second sequence's rows
+    rows = range(1, 31)  # the second sequence's rows
     tile_queries = queries_per_tile(heads[0] // heads[1], dtype)
     for count in (1, 2, 3, tile_queries):
-        for first in range(rows.start, rows.stop - count, 23):
+        for first in range(rows.start, rows.stop - count, 13):
             alone = slice(first, first + count)
             tiles = torch.tensor([[1, 0, count]], dtype=torch.int32, device=triton_device)
             indices = PagedIndices(
-                case.indices.block_table, case.indices.positions[alone], tiles, count, 1100, count
+                case.indices.block_table, case.indices.positions[alone], tiles, count, 280, count
             )
             result = paged_attention_triton(
                 case.q[alone], case.k_store, case.v_store, indices, scale=SCALE, window=window
@@ -310,7 +318,8 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
 # ---------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("window", [None, 75])
 def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window):
     """No row past a length or before a window is loaded, and no table entry past the last block. Query heads that
     share keys read them together. The interpreter records the addresses of loads, which a GPU cannot."""
@@ -319,7 +328,7 @@ def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window):
         pytest.skip("kernels are compiled in this process")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    case = Case([1, 33, 600, (5, 600)], heads=(6, 2), head_dim=40, window=window)
+    case = Case([1, 33, 150, (5, 150)], heads=(6, 2), head_dim=40, window=window)
     loads: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
 
@@ -348,11 +357,12 @@ def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window):
     assert torch.equal(entries, expected)
 
 
+@pytest.mark.usefixtures("short_splits")
 def test_a_nan_stays_with_its_sequence(triton_device):
-    case = Case([40, 600, (20, 30)], device=triton_device)
+    case = Case([40, 150, (20, 30)], device=triton_device)
     before = case.run()
-    last = case.indices.block_table[1, 599 // 16]
-    case.k_store[last, 599 % 16, 0, 3] = math.nan
+    last = case.indices.block_table[1, 149 // 16]
+    case.k_store[last, 149 % 16, 0, 3] = math.nan
     after = case.run()
     assert after[1, :2].isnan().all()  # the heads that share KV head 0
     assert torch.equal(after[1, 2:], before[1, 2:])
@@ -360,8 +370,9 @@ def test_a_nan_stays_with_its_sequence(triton_device):
     assert torch.equal(after[0], before[0])
 
 
+@pytest.mark.usefixtures("short_splits")
 def test_nothing_is_written(triton_device):
-    case = Case([33, 1, 600, (20, 40)], device=triton_device)
+    case = Case([33, 1, 150, (20, 40)], device=triton_device)
     inputs = case.q, case.k_store, case.v_store, case.indices.block_table, case.indices.positions
     before = [tensor.clone() for tensor in (*inputs, case.indices.tiles)]
     case.run()
