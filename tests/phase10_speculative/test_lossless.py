@@ -20,7 +20,7 @@ from tests.phase10_speculative.support import Guess, let_guess
 Answers = dict[str, list[StepOutput]]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> CausalLM:
     checkpoint = open_checkpoint("zoo:llama-tiny")
     dtype = getattr(torch, request.param)
@@ -95,19 +95,27 @@ def oracle(alone: dict[str, list[Any]], right: int, then: int) -> Guess:
     return guess
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"draft_length": 1},
+    {"draft_length": 15, "draft_rows": 128},
+    {"draft_length": 5, "draft_rows": 9, "prefill_chunk_size": 7},
+    {"draft_length": 8, "block_size": 4, "num_blocks": 64},
+    {"draft_length": 7, "pipeline_depth": 0},
+    {"draft_length": 7, "pipeline_depth": 1, "captured_steps": False, "mixed_batches": False},
+]
+#: Guesses: how many tokens are right, and what is added to the ids of later ones.
+GUESSES = [(15, 0), (0, 1), (2, 1), (1, 40)]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("model", "options", "right", "then"),
     [
-        {"draft_length": 1},
-        {"draft_length": 15, "draft_rows": 128},
-        {"draft_length": 5, "draft_rows": 9, "prefill_chunk_size": 7},
-        {"draft_length": 8, "block_size": 4, "num_blocks": 64},
-        {"draft_length": 7, "pipeline_depth": 0},
-        {"draft_length": 7, "pipeline_depth": 1, "captured_steps": False, "mixed_batches": False},
+        *(("bfloat16", options, *guess) for options in OPTIONS for guess in GUESSES),
+        *(("float32", options, *GUESSES[number % 4]) for number, options in enumerate(OPTIONS)),
     ],
+    indirect=["model"],
     ids=str,
 )
-@pytest.mark.parametrize(("right", "then"), [(15, 0), (0, 1), (2, 1), (1, 40)], ids=str)
 def test_the_bits_of_a_request_alone(
     right: int, then: int, options: dict[str, Any], model: CausalLM, alone: dict[str, list[Any]]
 ) -> None:

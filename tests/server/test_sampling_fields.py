@@ -9,7 +9,7 @@ import pytest
 from common.models.registry import open_checkpoint
 from tests.server.support import MESSAGES, ServerProcess, assert_error, on_phases, rendered
 
-pytestmark = on_phases("phase4_static", "phase8_prefix", "phase10_speculative")
+pytestmark = on_phases("phase4_static", "phase10_speculative")
 
 ROUTES = ("/v1/completions", "/openai/v1/completions", "/v1/chat/completions", "/openai/v1/chat/completions")
 TOKENIZER = open_checkpoint("zoo:llama-tiny").tokenizer()
@@ -115,8 +115,10 @@ def test_a_stop_string_is_shown_on_request(server: ServerProcess, route: str) ->
 
 def test_special_tokens_are_shown_on_request(server: ServerProcess, route: str) -> None:
     """The end-of-turn token is shown only if special tokens and stop strings are both shown, as in vLLM."""
-    fields = {"prompt": rendered(MESSAGES)} if route.endswith("v1/completions") else {}
-    fields |= {"max_tokens": 400}
+    question = [{"role": "user", "content": "What does a fox like to eat?"}]
+    prompted = route.endswith("v1/completions")
+    fields = {"prompt": rendered(question)} if prompted else {"messages": question}
+    fields |= {"max_tokens": 60}
     hidden = text_in(choice_of(server, route, **fields))
     with_stop = fields | {"include_stop_str_in_output": True}
     assert text_in(choice_of(server, route, **with_stop)) == hidden
