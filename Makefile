@@ -98,11 +98,15 @@ test: .venv/full
 test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster'
 
+# The tests of the server whose requests reach the engine.
+WITH_ENGINE := access admission chat completions constrained lifecycle limits live_view log metrics operating prediction \
+  prompts_shown reasoning responses sampling_fields tokens tools tracing traffic
+
 # First as on a machine without a compiler: what the ordinary suite asks of models, of the torch references. Then the
-# server's ordinary tests with the engine in a process of its own.
+# server's tests with the engine in a process of its own.
 test-forms: .venv/full
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
-	INFER_ENGINE_PROCESS=on OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/server
+	INFER_ENGINE_PROCESS=on OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(WITH_ENGINE:%=tests/server/test_%.py)
 
 # Needs chromium on the machine.
 test-browser: .venv/full plots

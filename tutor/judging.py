@@ -57,6 +57,7 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "tutor.plugin"]
+        command += ["-p", "no:schemathesis"]  # whose import takes a second
         command += ["-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", *dict.fromkeys(tests)]
         settings = {plugin.TREE: str(tree.resolve()), plugin.RESULTS: str(results), "OMP_NUM_THREADS": "1"}
         settings |= exercise.environment

@@ -73,7 +73,7 @@ def called_from_python(phase: str) -> tuple[str, ...]:
     return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
 
 
-def slow_but_on(*ordinary: str, of: Sequence[str] = PHASES) -> list[ParameterSet]:
+def slow_but_on(*ordinary: str, of: Sequence[str]) -> list[ParameterSet]:
     """Return phases as parameters: `ordinary` for the ordinary suite, the others in `of` for the slow suite."""
     chosen = [name for name in PHASES if name in (*ordinary, *of)]
     return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in chosen]

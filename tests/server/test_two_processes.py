@@ -62,7 +62,8 @@ def has_ended(process: psutil.Process) -> bool:
     return True
 
 
-@pytest.fixture(scope="module", params=slow_but_on("phase7_chunked"))
+#: Both processes treat all phases alike. The last one yields several tokens of a request in one message.
+@pytest.fixture(scope="module", params=slow_but_on("phase7_chunked", of=PHASES[-1:]))
 def phase(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
