@@ -102,6 +102,10 @@ RARE = ("random:qwen3", "random:gemma3")  # slow in every variant
 #: The first variant of each phase.
 PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
 
+#: For requests that may not draw every token: a mask must reach its row in each phase, and where steps overlap or
+#: guesses are verified. It does not depend on blocks and chunks.
+MASKED = [*PLAIN, *(v for v in VARIANTS if hasattr(v.config(), "pipeline_depth") and v not in PLAIN)]
+
 
 def is_quick(model: str, variant: Variant) -> bool:
     plain = PLAIN if model.startswith("random:") else (PLAIN[0], PLAIN[-1])
