@@ -136,6 +136,7 @@ class _Simulation:
     ) -> None:
         self._servers = servers
         self._arrivals = iter(arrivals)
+        self._next: Arrival | None = None  # the next arrival without `after`; it is not scheduled yet
         self._observer = observer
         self._route = route
         self._limit = min(server.engine.max_request_tokens for server in servers)
@@ -154,6 +155,7 @@ class _Simulation:
 
     def run(self) -> float:
         now = 0.0
+        self._next = self._read()
         self._read_on(now)
         while self._events:
             now, _, _, happen = heapq.heappop(self._events)
@@ -166,23 +168,30 @@ class _Simulation:
     # ------------------------------------------------------------------ clients
 
     def _read_on(self, now: float) -> None:
-        """Read arrivals up to the next one without `after`. The others are sent when the answer to `after` ends.
+        """Schedule the next arrival without `after`, and read the arrivals behind it.
 
-        Reads nothing while as many requests are unanswered as all seats and queues hold.
+        Does nothing while as many requests are unanswered as all seats and queues hold.
         """
         self._is_reading = len(self._followers) < self._most_live
-        if not self._is_reading:
-            return
-        for arrival in self._arrivals:
+        if self._is_reading and self._next is not None:
+            arrival = self._next
             self._followers[arrival.index] = []
+            self._at(max(arrival.at_s, now), _ARRIVAL, functools.partial(self._arrive, arrival))
+            self._next = self._read()
+
+    def _read(self) -> Arrival | None:
+        """Read arrivals up to the next one without `after`, and return it. The others will be sent when the answer
+        to their `after` ends."""
+        for arrival in self._arrivals:
             if arrival.after is None:
-                self._at(max(arrival.at_s, now), _ARRIVAL, functools.partial(self._arrive, arrival))
-                return
+                return arrival
             if arrival.after not in self._followers:
                 raise ValueError(
                     f"arrival {arrival.index} comes after {arrival.after}, which is not on its way"
                 )
+            self._followers[arrival.index] = []
             self._followers[arrival.after].append(arrival)
+        return None
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
         self._read_on(now)

@@ -136,6 +136,20 @@ def test_clients_that_wait_for_an_answer() -> None:
     assert third.sent_s == second.finished_s
 
 
+def test_clients_that_wait_for_an_answer_from_a_full_server() -> None:
+    """Nothing more is read while the server is full. A client's next request is read with its first one."""
+    arrivals = [
+        Arrival(2 * client + turn, 0.0, range(8), 5, after=2 * client if turn else None)
+        for client in range(6)
+        for turn in range(2)
+    ]
+    run(engine(5, max_batch_size=1, max_waiting_requests=1), arrivals, seen := Timelines())
+    assert sorted(record.index for record in seen.requests) == list(range(12))
+    sent = {record.index: record.sent_s for record in seen.requests}
+    ended = {record.index: record.finished_s for record in seen.requests}
+    assert all(sent[index] == ended[index - 1] for index in range(1, 12, 2))
+
+
 def test_a_chat_finds_what_was_said_before() -> None:
     simulated = engine(8, block_size=4)
     prompt = list(range(32))
