@@ -150,7 +150,7 @@ def per_model() -> pytest.MarkDecorator:
                 if slow != (is_quick(model, variant) and model not in RARE)
             ]
             if variants:
-                name = f"{model}-{len(variants)} variants"
+                name = f"{model}-{len(variants)}-variants"
                 marks = [pytest.mark.slow] * slow
                 cases.append(pytest.param(model, variants, id=name, marks=marks))
     return pytest.mark.parametrize(("subject", "variants"), cases, indirect=["subject"])
