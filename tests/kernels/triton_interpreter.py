@@ -12,7 +12,7 @@ import pytest
 
 
 def prepare_functions_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halve the time of a kernel in the interpreter.
+    """Save up to half the time of a kernel in the interpreter.
 
     The interpreter replaces the functions of `triton.language` before each launch, and again, to the same effect,
     whenever a kernel calls another function. Only the first of these calls in a launch does something now.
