@@ -56,7 +56,7 @@ def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -
 
 
 @per_model()
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_random_traffic(subject: Subject, variants: list[Variant], data: st.DataObject) -> None:
     """Requests of 1 to 300 tokens arrive at random steps. There are more requests than seats."""

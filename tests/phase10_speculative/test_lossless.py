@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +21,20 @@ from tests.phase10_speculative.support import Guess, let_guess
 Answers = dict[str, list[StepOutput]]
 
 
-@pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest) -> CausalLM:
+@functools.cache
+def load(dtype: str) -> CausalLM:
     checkpoint = open_checkpoint("zoo:llama-tiny")
-    dtype = getattr(torch, request.param)
-    loaded = load_model(checkpoint, device=torch.device("cpu"), dtype=dtype, max_positions=512)
+    loaded = load_model(
+        checkpoint, device=torch.device("cpu"), dtype=getattr(torch, dtype), max_positions=512
+    )
     loaded.pack()
     loaded.measure_batch_invariance()
+    return loaded
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> CausalLM:
+    loaded = load(request.param)
     if not loaded.batch_invariant:
         pytest.skip(f"{request.param} is not batch invariant here")
     return loaded
@@ -76,10 +84,15 @@ def engine_of(model: CausalLM, phase: str, **options: Any) -> Any:
     return package.build_engine(config, model=model, tokenizer=open_checkpoint("zoo:llama-tiny").tokenizer())
 
 
-@pytest.fixture(scope="module")
-def alone(model: CausalLM) -> dict[str, list[Any]]:
+@functools.cache
+def answers_of(model: CausalLM) -> dict[str, list[Any]]:
     engine = engine_of(model, "phase10_speculative", draft_length=0)
     return {request.request_id: bits(list(generate(model, request))) for request in requests_of(engine)}
+
+
+@pytest.fixture
+def alone(model: CausalLM) -> dict[str, list[Any]]:
+    return answers_of(model)
 
 
 def oracle(alone: dict[str, list[Any]], right: int, then: int) -> Guess:
