@@ -11,13 +11,13 @@ frame   step       its number
         waiting    [number, [request, …]]: the number of waiting requests, and the first of them in order
         running    [[request, seat, columns held, kind, …], …]: requests with a seat, and their work in this step
                      "p", start, end, padding    prefill of these columns, and padding columns
-                     "d", guesses                decode: one column, and columns of guesses if there are any
+                     "d", number                 decode: one column, and this number of columns of guesses, if any
                      "i"                         an idle row of a request that is done
                      ""                          nothing in this step
         tables     [[request, unchanged entries, block, …], …]: a block table from its first changed entry on
         kept       [[block, …], [block, …]]: unused blocks that the prefix cache now keeps, and keeps no longer
         found      [[request, tokens], …]: prefix hits of requests whose prefill begins
-        verified   [[request, guesses], …]: guesses of the frame before that came true; the others were wrong
+        verified   [[request, number], …]: number of a request's guesses in the previous frame that were accepted
         preempted  [request, …]: requests that were preempted
         ended      [[request, reason], …]
 ```

@@ -197,8 +197,11 @@ if HAS_TRITON:
     def _draw_ranked(  # type: ignore[no-untyped-def]  # Triton has no types
         row_ptr, vocab, best, temperature, top_k, top_p, floor, uniform, tile: tl.constexpr
     ):
-        """Return the token at which the running sum, by rank, of the weights that top-k, top-p and min-p keep
-        passes `uniform` times its total."""
+        """Sample a row's token by inverse CDF, in order of rank.
+
+        Top-k, top-p and min-p remove tokens first. Returns the first token whose running sum of weights passes
+        `uniform` times the total.
+        """
         infinite = 0x7F800000  # the largest key
         total, key, _ = _measure(row_ptr, vocab, best, temperature, 0.0, infinite, False, tile)
         rank = total * 0.0 + vocab  # among the tokens with that key, the last that is kept

@@ -12,7 +12,7 @@ from phase8_prefix.config import Config as PrefixConfig
 
 
 class Config(PrefixConfig):
-    """Phase 8's options, and how far steps run ahead of their results."""
+    """Phase 8's options, how far steps run ahead of their results, and how passes are computed."""
 
     pipeline_depth: int = Field(
         default=2,

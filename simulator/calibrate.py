@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def calibrate(results: Path, console: Console) -> None:
-    """Fit prices to the runs below a folder, predict the runs, and save both tables there.
+    """Fit the cost model to the measured runs below a folder, and predict these runs with it.
+
+    Saves the tables `simulator_costs` and `simulator_predictions` in the folder.
 
     Raises:
         ValueError: SciPy is not installed, or there are no runs.

@@ -132,9 +132,9 @@ class Device:
 class RooflineCost(Cost):
     """The times of a device that was not measured: reading memory or computing, whichever takes longer.
 
-    A pass reads every weight once, and the keys and values that its rows attend to. It writes the keys and values
-    of its own tokens. Each weight is multiplied and added once for each token. Sliding windows are ignored: every
-    layer attends to all columns.
+    A pass reads every weight once, and the cached columns of sequences with one query. It writes the columns of its
+    own tokens. A layer's weights are multiplied once for each token, the head's once for each row of logits.
+    Sliding windows are ignored: every layer attends to all columns.
 
     Args:
         int8: whether the weights are quantized (`--quantize int8`).

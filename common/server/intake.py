@@ -298,7 +298,9 @@ def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
 
 
 class Admission:
-    """The lanes of one server.
+    """Bounds the work that requests cause outside of the engine's steps.
+
+    Each kind of work has a lane (`Lane`): a few threads with a bounded queue.
 
     Attributes:
         validating: bodies over `LARGE_BODY_BYTES`; smaller ones are validated on the event loop.

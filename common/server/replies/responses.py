@@ -194,7 +194,7 @@ class ResponseEvents(WireFormat):
     def _failure(self, error: Exception) -> Iterator[ResponseEvent]:
         yield from self._finish("incomplete")
         failure = from_exception(error)
-        # OpenAI documents these three fields, but sends the object, which makes its libraries raise an exception.
+        # OpenAI documents these three fields. Its server sends an object `error`, for which its libraries raise.
         told = {"code": failure.code, "message": failure.message, "param": failure.param}
         yield self._event("error", **told, **failure.body())
         response = self._response("failed")

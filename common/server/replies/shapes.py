@@ -97,8 +97,11 @@ class Usage(TypedDict):
 
 
 class Logprobs(TypedDict):
-    """One entry for each token: those of an echoed prompt first, then those of the answer. The first token of a
-    prompt has no log-probability: its entries are null."""
+    """Four lists with an entry for each token: first the tokens of an echoed prompt, then those of the answer.
+
+    A prompt's first token has no log-probability, and no token of a prompt that was not scored has one. Their
+    entries in `token_logprobs` and `top_logprobs` are null.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -229,8 +229,10 @@ class GenerationRequest(Body, VllmFields):
         )
 
     def echo_of(self, number: int) -> str | None:
-        """Return the text that the choices of prompt `number` begin with if `echo` is set; None: the text of the
-        prompt's tokens."""
+        """Return the text to echo for prompt `number`. None: the caller decodes the prompt's tokens instead.
+
+        Called only if `echo` is set.
+        """
         raise NotImplementedError
 
     @property

@@ -151,7 +151,7 @@ class OpenAIInputFields(Table):
 
 
 class OpenAIToolFields(Table):
-    """Fields of a function among the `tools` of responses."""
+    """Fields of a function in `tools`, in a body of `/v1/responses`. Only their neutral values are accepted."""
 
     allowed_callers: Annotated[Any, Neutral(["direct"], reason=_FUNCTIONS_ONLY)] = None
     async_: Annotated[Any, Neutral(False, reason="the client decides when it calls a function")] = Field(
