@@ -127,7 +127,7 @@ class PagedIndices:
         split_rows: number of leading queries whose columns several programs may share. Each tile of these
             queries has all queries of its sequence.
         max_length: an upper bound on the columns of these queries' sequences.
-        tile_queries: the most queries of a tile; 1: every sequence has one query.
+        tile_queries: the most queries of a tile; 1: tile i is query i.
     """
 
     block_table: Tensor

@@ -21,6 +21,7 @@ A gated MLP's first product computes a tile of gates and the tile of their ups i
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activa
     if out.numel() == 0:
         return out  # no rows, nothing to launch
     x = x if x.stride(1) == 1 else x.contiguous()
-    tile = _tile(rows, outputs)
+    tile = _tile(rows, outputs, _shared_bytes(x.device), gated=activation is not None)
     with device_guard(x):
         _few_rows_linear_kernel[(triton.cdiv(outputs, tile.outputs),)](
             x,
@@ -194,17 +195,46 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(rows: int, outputs: int) -> _Tile:
-    """Return a program's tile, for `outputs` columns of the result: the fastest on an NVIDIA H200, for most models.
+def _tile(rows: int, outputs: int, shared_bytes: int, *, gated: bool) -> _Tile:
+    """Return a program's tile: the fastest on an NVIDIA H200, for most models.
 
-    With few outputs, only narrow tiles give each processor something to read.
+    With few outputs, only narrow tiles give each processor something to read. A program with a narrow tile has few
+    products to compute at a time, since each sum has one order. So it loads many inputs in one step of its loop.
+    A GPU with less shared memory holds fewer stages.
+
+    Args:
+        rows: of x.
+        outputs: columns of the result.
+        shared_bytes: the shared memory that a program may use.
+        gated: whether the program computes a tile of gates and a tile of ups.
     """
+    tile = _fastest_tile(rows, outputs, gated=gated)
+    stage_bytes = (tile.rows + tile.outputs * (2 if gated else 1)) * tile.inputs * 2
+    return tile._replace(stages=max(1, min(tile.stages, shared_bytes // stage_bytes)))
+
+
+def _fastest_tile(rows: int, outputs: int, *, gated: bool) -> _Tile:
     if rows <= 16:
-        if outputs < 3072:
-            return _Tile(16, 16, 256, warps=4, stages=4)
-        return _Tile(16, 32 if outputs < 65_536 else 64, 128, warps=4, stages=4)
+        if gated:
+            narrow = outputs < 3072
+            return _Tile(16, 16 if narrow else 32, 256 if narrow else 128, warps=4, stages=4)
+        if outputs <= 4096:
+            return _Tile(16, 16, 512, warps=2, stages=4)
+        if outputs < 65_536:
+            return _Tile(16, 32, 256, warps=2, stages=4)
+        return _Tile(16, 64, 128, warps=4, stages=4)
     if outputs < 3072:
-        return _Tile(64, 16, 256, warps=4, stages=3)
+        return _Tile(64, 16, 128, warps=4, stages=5)
     if outputs < 6144:
-        return _Tile(64, 32, 128, warps=4, stages=4)
+        return _Tile(64, 32, 128, warps=4, stages=5 if outputs <= 4096 else 4)
     return _Tile(64, 64, 64, warps=4, stages=5)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program may use. Triton's interpreter has no such limit."""
+    if device.type != "cuda":
+        return 2**31
+    properties = torch.cuda.get_device_properties(device)
+    most: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stub
+    return most

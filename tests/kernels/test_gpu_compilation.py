@@ -44,7 +44,7 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_fused_add_rms_norm_kernel": 1,
         "_rope_kernel": 3,  # alone; with writes; with norms and writes
         "_gated_act_kernel": 1,
-        "_paged_attention_kernel": 2,  # decode alone; any other pass
+        "_paged_attention_kernel": 3,  # few decoding sequences; many; any other pass
         "_merge_splits_kernel": 1,
         "_few_rows_linear_kernel": 4,  # up to 16 rows and up to 64; alone and gated
         "_decode_rows_kernel": 1,
@@ -109,6 +109,7 @@ def compile_all() -> None:
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             assert "cubin" in compile_source(source, target=GPUTarget("cuda", 80, 32)).asm
             print("compiled", kernel.__name__, element)
+    compile_few_rows()
     compile_paged_attention()
 
 
@@ -116,6 +117,47 @@ ROW_STRIDES = ("q_stride", "q_head_stride", "block_stride", "column_stride", "kv
 
 # The most that a program may use on GPUs of these targets: 1 KiB less than a multiprocessor has.
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+LEAST_SHARED_MEMORY = 89, 99 * 1024  # GPUs for desktops and laptops
+
+
+def compile_few_rows() -> None:
+    """Compile products of few rows. A program's tiles must fit the shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_source
+
+    from kernels.few_rows_linear import FEW_ROWS, _few_rows_linear_kernel, _tile
+
+    names = _few_rows_linear_kernel.arg_names
+    for capability, shared_bytes in (LEAST_SHARED_MEMORY, (90, SHARED_MEMORY_BYTES[90])):
+        for rows in (1, FEW_ROWS):
+            for outputs, activation in (
+                *((outputs, None) for outputs in (1024, 4096, 5120, 8192, 128_256)),
+                *((outputs, "silu") for outputs in (2048, 8192)),
+            ):
+                tile = _tile(rows, outputs, shared_bytes, gated=activation is not None)
+                constants = {"tile_rows": tile.rows, "tile_outputs": tile.outputs, "tile_inputs": tile.inputs}
+                constants |= {"activation": activation, "bias_ptr": None}
+                signature = {
+                    name: "constexpr" if name in constants else "*bf16" if name.endswith("_ptr") else "i32"
+                    for name in names
+                }
+                attributes = {
+                    (i,): [["tt.divisibility", 16]]
+                    for i, name in enumerate(names)
+                    if name not in constants and name != "num_rows"
+                }
+                source = ASTSource(
+                    fn=_few_rows_linear_kernel, signature=signature, constexprs=constants, attrs=attributes
+                )
+                compiled = compile_source(
+                    source,
+                    target=GPUTarget("cuda", capability, 32),
+                    options={"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
+                )
+                assert compiled.metadata.shared <= shared_bytes, (tile, compiled.metadata.shared)
+                assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
+                print("compiled few rows", capability)
 
 
 def compile_paged_attention() -> None:
@@ -145,10 +187,13 @@ def compile_paged_attention() -> None:
         (128, 128, "bf16", 2),
         (1, 256, "fp32", 4),
     ):
-        for tile in {_tile(group, head_dim, itemsize, decodes=decodes) for decodes in (True, False)}:
+        for decoding in (8, 128, 512, None):
+            tile = _tile(group, head_dim, itemsize, decoding)
             constants = whole | {"group": group, "tile_rows": tile.rows, "tile_columns": tile.columns}
-            constants |= {"head_dim": head_dim, "tile_dim": tile.dims}
-            variants.append((_paged_attention_kernel, constants, element, tile.warps, tile.stages))
+            constants |= {"head_dim": head_dim, "tile_dim": tile.dims, "decodes": decoding is not None}
+            variant = (_paged_attention_kernel, constants, element, tile.warps, tile.stages)
+            if variant not in variants:
+                variants.append(variant)
     for kernel, constants, element, warps, stages in variants:
         signature = {
             name: "constexpr"
@@ -180,7 +225,7 @@ def compile_paged_attention() -> None:
             print("compiled", kernel.__name__, element, capability)
 
 
-TOKENS = (1, 2, 3, 15, 16, 17, 48, 100)
+TOKENS = (1, 2, 3, 15, 16, 17, 48, 150)
 BLOCK_SIZES = (1, 4, 16, 64, 100, 4096)
 
 
