@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI
@@ -34,6 +33,7 @@ from common.server.middleware import (
 )
 from common.server.openapi import openapi_document
 from common.server.service import Service, served_model_name
+from common.version import project_version
 from common.worker import EngineWorker
 
 LAST_STEP_S = 5.0  # most seconds that shutdown waits for a step in flight; its clients have been answered
@@ -112,7 +112,7 @@ def create_app(
     app = FastAPI(
         title=f"infer: {engine.phase.title.lower()}",
         summary=engine.phase.idea,
-        version=importlib.metadata.version("infer-phases"),
+        version=project_version(),
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,

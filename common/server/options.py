@@ -24,6 +24,7 @@ from common.config import EngineConfig
 from common.dialect import ReasoningParser, ToolCallParser
 from common.phases import PhasePackage
 from common.server.errors import shorten
+from common.version import project_version
 
 #: Several texts: the flag repeated, or one value with commas, as in an environment variable.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
@@ -183,7 +184,7 @@ class UsageError(Exception):
 
 def print_version() -> NoReturn:
     """Print the versions of this package and of torch, and exit."""
-    print(f"infer {importlib.metadata.version('infer-phases')}, torch {importlib.metadata.version('torch')}")
+    print(f"infer {project_version()}, torch {importlib.metadata.version('torch')}")
     sys.exit(0)
 
 

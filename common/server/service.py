@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from common.server.errors import unavailable
 from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
+from common.version import project_version
 from common.worker import EngineWorker
 
 
@@ -98,7 +98,7 @@ class Service:
 def fingerprint_of(engine: EngineFront, model_name: str) -> str:
     """Return the `system_fingerprint` of answers: a digest of version, phase, model and number types."""
     model = engine.model
-    version = importlib.metadata.version("infer-phases")
+    version = project_version()
     named = (version, engine.phase.slug, model_name, str(model.dtype), str(model.weight_dtype))
     return f"fp_{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}"
 

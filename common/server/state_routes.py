@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import orjson
 import torch
 from fastapi import APIRouter, Query
@@ -29,6 +27,7 @@ from common.server.replies.shapes import (
 )
 from common.server.service import Served, Service
 from common.server.stream import EventStream
+from common.version import project_version
 
 router = APIRouter()
 
@@ -123,7 +122,7 @@ async def version(service: Served) -> Response:
     """Return the versions and the device of this server."""
     engine = service.engine
     reply: Version = {
-        "version": importlib.metadata.version("infer-phases"),
+        "version": project_version(),
         "phase": engine.phase.slug,
         "torch": torch.__version__,
         "device": str(engine.model.device),

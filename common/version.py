@@ -1,0 +1,20 @@
+"""The version of this project."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+
+
+@functools.cache
+def project_version() -> str:
+    """Return the version of the installed package. Run from its source tree alone, that of `pyproject.toml`."""
+    try:
+        return importlib.metadata.version("infer-phases")
+    except importlib.metadata.PackageNotFoundError:
+        project: dict[str, str] = tomllib.loads(PYPROJECT.read_text())["project"]
+        return project["version"]
