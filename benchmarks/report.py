@@ -62,10 +62,10 @@ def _where_shared(name: str) -> Callable[[Run], Value]:
 
 
 def _guessed_share(run: Run) -> Value:
-    """Return the share of output tokens that a pass confirmed as guesses; None for a server that guesses none.
+    """Return the share of output tokens that were confirmed guesses; None for a server that guesses none.
 
-    Every request has its first token from its prompt, and every row of a decode step gives one more. The tokens
-    beyond these are guesses.
+    A request gets its first token from the pass that ends its prompt, and then one from each decode step. All other
+    tokens were guesses.
     """
     if run.metrics is None or run.server_metrics is None or not run.metrics.output_tokens:
         return None

@@ -320,7 +320,10 @@ def guarded(app: ASGIApp, options: CommonOptions, *, is_computing: Callable[[], 
 
 
 def _headers_of(request: Request) -> tuple[tuple[bytes, bytes], ...]:
-    """Return a request's headers, with the id that `RequestIds` gave it; Serve's proxy adds one itself."""
+    """Return a request's headers, with the id that `RequestIds` gave it.
+
+    Behind the proxy of Ray Serve there is no such id, and none is needed: the proxy's headers have one.
+    """
     headers: list[tuple[bytes, bytes]] = request.scope["headers"]
     request_id: str | None = request.scope.get("state", {}).get("request_id")
     if request_id is None:

@@ -87,7 +87,7 @@ class Call(NamedTuple):
 
 
 def written(syntax: CallSyntax, calls: Iterable[Call]) -> str:
-    """Return calls as a model writes them."""
+    """Return the text of calls in the syntax of a model."""
     if syntax == "hermes":
         opener, closer = HERMES_MARKERS
         objects = ({"name": call.name, "arguments": call.arguments} for call in calls)

@@ -284,7 +284,7 @@ class Runner(ABC):
         view = self.pool.view([share.span for share in forward_pass.shares])
         requests, logit_rows = forward_pass.sampled_rows()
         token_ids = [token_id for share in forward_pass.shares for token_id in share.token_ids]
-        # A pass without sampled rows still names a row.
+        # The head computes at least one row, also in a pass that samples nothing (chunks of prompts).
         sent = view.send(torch.tensor(token_ids), torch.tensor(logit_rows or [0]))
         return requests, TokenBatch(sent[0], view.positions, sent[1]), view
 

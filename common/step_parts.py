@@ -2,9 +2,11 @@
 
 ```text
 step     [plan][ pass ................. ][sample][commit]            phases 4 to 8
-step     [commit][plan][launch][ wait ..... ]                         phase 9
-stream     forward ....... ][ sample ][ forward ................
+step     [ wait ..... ][commit][plan][launch]                         phases 9 and 10
+stream   .. forward ][ sample ][ forward ................
 ```
+
+A step whose requests have masks for allowed tokens has a part `mask`, too: its time until the masks are computed.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ import torch
 class TokenCounts:
     """The tokens that a request's penalties apply to, and how often each was generated.
 
-    Only tokens that occurred have an entry: 12 bytes for each token of the prompt and of the longest answer. A
-    count for each token of the vocabulary would take half a megabyte.
+    Only tokens that occurred have an entry. There is memory for the longest answer, and `with_prompt` for each
+    different token of the prompt: 12 bytes a token. A count for each token of the vocabulary would take half a
+    megabyte.
 
     Args:
         prompt: the request's prompt.

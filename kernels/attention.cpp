@@ -80,13 +80,13 @@ struct Part {
 template <typename T>
 struct Scratch {
   explicit Scratch(int64_t size)
-      : size(size), queries(kRows * size), turned(kFewRows * size), keys(kColumns * size), packed(kColumns * size),
+      : size(size), queries(kRows * size), transposed(kFewRows * size), keys(kColumns * size), packed(kColumns * size),
         values(kColumns * size), zeros(size), weights(kRows * kColumns), scores(kRows * kColumns),
         rows(2 * kRows * (size + 2)) {}
 
   int64_t size;             // numbers in a head
   Buffer<T> queries;        // [rows, size]
-  Buffer<T> turned;         // [size / pair, 16, pair]: the queries as the right side of a product
+  Buffer<T> transposed;         // [size / pair, 16, pair]: the queries as the right side of a product
   Buffer<T> keys;           // [width, size], of one tile
   Buffer<T> packed;         // [size / pair, width, pair]: the keys as the right side of a product
   Buffer<T> values;         // [width / pair, size, pair]
@@ -137,10 +137,11 @@ void gather(
   }
 }
 
-// [count, size] -> [size / pair, width, pair], zeros from `count` to `width`, a multiple of sixteen. A pair, or one
-// float32, moves as 32 bits; sixteen at a time, so that reading down a column meets lines that are still at hand.
+// Transposes [count, size] -> [size / pair, width, pair], zeros from `count` to `width`, a multiple of sixteen. A pair,
+// or one float32, moves as 32 bits. Sixteen rows are transposed at a time, so that their cache lines are still in the
+// cache when the next pairs of the rows are read.
 template <typename T>
-void turn(const T* from, int64_t count, int64_t size, int64_t width, T* to) {
+void transpose(const T* from, int64_t count, int64_t size, int64_t width, T* to) {
   for (int64_t begin = 0; begin < width; begin += 16)
     for (int64_t d = 0; d < size; d += kPair<T>)
       for (int64_t i = begin; i < begin + 16; ++i) {
@@ -157,13 +158,13 @@ template <typename T>
 void multiply_keys(Scratch<T>& scratch, int64_t rows, int64_t count, int64_t size, int64_t width) {
   constexpr bool paired = kPair<T> == 2;
   if (rows > kFewRows) {
-    turn(scratch.keys.data(), width, size, width, scratch.packed.data());
+    transpose(scratch.keys.data(), width, size, width, scratch.packed.data());
     brgemm(rows, width, size, size, width, kColumns, false, scratch.queries.data(), scratch.packed.data(),
            scratch.scores.data(), paired);
     return;
   }
   alignas(64) float by_column[kColumns * kFewRows];
-  brgemm(width, kFewRows, size, size, kFewRows, kFewRows, false, scratch.keys.data(), scratch.turned.data(), by_column,
+  brgemm(width, kFewRows, size, size, kFewRows, kFewRows, false, scratch.keys.data(), scratch.transposed.data(), by_column,
          paired);
   for (int64_t row = 0; row < count; ++row)
     for (int64_t i = 0; i < width; ++i) scratch.scores.data()[row * kColumns + i] = by_column[i * kFewRows + row];
@@ -237,9 +238,10 @@ Range seen_by(const Task<T>& task, int64_t window) {
 
 // ---------------------------------------------------------------------- few rows
 
-// One query of each head in a group is three rows of sixteen that the library would compute, and it takes keys and
-// values copied. The loops below read them where they lie (see few_rows.h). Matrix tiles compute sixteen rows in any
-// case, but they read most keys where they lie (see amx.h).
+// A decoding sequence has one query for each head of a group: three rows, say. The library's products have sixteen
+// rows at least, and take copies of keys and values. The loops below compute the rows that there are, and read keys and
+// values where they lie (see few_rows.h). Matrix tiles (see amx.h) have sixteen rows, too, but read most keys where they
+// lie.
 
 // Fetches the keys or values of a tile, which lie apart: into the first-level cache (locality 3) or the second (2).
 template <int locality, typename T>
@@ -327,7 +329,7 @@ inline void transpose(Vector<float> (&square)[kWide]) {
 template <typename T>
 constexpr int64_t kRowsAtOnce = 4;  // of queries: sums that stay in registers beside the columns of a register
 
-// scores [rows, count] = queries keys^T, a register of columns at a time: a lane is a column. Keys are turned in
+// scores [rows, count] = queries keys^T, a register of columns at a time: a lane is a column. Keys are transposed in
 // registers.
 template <int64_t rows>
 void multiply_keys_in_place(
@@ -360,7 +362,8 @@ void add_values(
 template <>
 constexpr int64_t kRowsAtOnce<c10::BFloat16> = 8;
 
-// scores [rows, count] = queries keys^T, sixteen columns at a time: a lane is a column. Keys are turned in registers.
+// scores [rows, count] = queries keys^T, sixteen columns at a time: a lane is a column. Keys are transposed in
+// registers.
 template <int64_t rows>
 void multiply_keys_in_place(
     const c10::BFloat16* queries, const c10::BFloat16* keys, const int64_t* places, int64_t count, int64_t size,
@@ -498,7 +501,7 @@ class ByAmx {
 
  public:
   ByAmx(Scratch<T>& scratch, int64_t rows) : scratch_(scratch), rows_(rows), shapes_(kAmxRows) {
-    turn(scratch.queries.data(), rows, scratch.size, kAmxRows, scratch.turned.data());
+    transpose(scratch.queries.data(), rows, scratch.size, kAmxRows, scratch.transposed.data());
     std::fill_n(scratch.weights.data() + rows * kColumns, (kAmxRows - rows) * kColumns, T(0));
   }
 
@@ -523,7 +526,7 @@ class ByAmx {
       _tile_zero(0);
       for (int64_t d = 0; d < scratch_.size; d += kAmxInputs) {
         _tile_loadd(4, from + d, apart * sizeof(T));
-        _tile_loadd(6, scratch_.turned.data() + d * kAmxRows, 64);
+        _tile_loadd(6, scratch_.transposed.data() + d * kAmxRows, 64);
         _tile_dpbf16ps(0, 4, 6);
       }
       _tile_stored(0, by_column, 64);
@@ -625,7 +628,7 @@ void compute_tiles(
     else
       std::fill_n(query, size, T(0));
   }
-  if (rows <= kFewRows) turn(scratch.queries.data(), rows, size, kFewRows, scratch.turned.data());
+  if (rows <= kFewRows) transpose(scratch.queries.data(), rows, size, kFewRows, scratch.transposed.data());
   std::fill_n(scratch.weights.data() + count * kColumns, (rows - count) * kColumns, T(0));
 
   for (int64_t first = range.first; first < range.last; first += kColumns) {

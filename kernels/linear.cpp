@@ -159,7 +159,8 @@ class Plain {
 inline Plain loader_of(const c10::BFloat16*) { return {}; }
 inline Widener loader_of(const int8_t*) { return {}; }
 
-// Fetches the weights of two inputs, those of both halves: the second half then finds its own in the cache.
+// Fetches the weights that a later step of the loop reads: two inputs of a whole panel. If the halves of a panel are
+// computed one after the other, the second half finds its weights in the cache.
 template <typename W>
 void fetch_ahead(const W* weights) {
   const char* from = reinterpret_cast<const char*>(weights) + kAhead;
@@ -460,7 +461,8 @@ void multiply_and_activate(
       float *gates = sums + row * kPanel, *ups = gates + half;
       scale_and_add(gates, data_or_none<float>(scales, begin), data_or_none<T>(bias, begin), width);
       scale_and_add(ups, data_or_none<float>(scales, size + begin), data_or_none<T>(bias, size + begin), width);
-      // A loop of constant length, over what nothing else points to: a few vector instructions without a test.
+      // The loop has a constant length, and `values` shares no memory with its inputs. So the compiler makes vector
+      // instructions of it, without a test at run time.
       float values[half];
       for (int64_t i = 0; i < half; ++i) values[i] = activated<silu>(gates[i]) * ups[i];
       round_all(values, to + (first + row) * size + begin, width);

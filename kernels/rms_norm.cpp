@@ -57,7 +57,7 @@ std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(
         for (int64_t row = begin; row < end; ++row) {
           const T *a = left + row * x.stride(0), *b = right + row * residual.stride(0);
           T* sum = sums + row * columns;
-          // Rounded first and normalised from the rounded value: what is normalised is what later layers add to.
+          // The sum is rounded before it is normalised, so that the norm and later layers use the same value.
           for (int64_t i = 0; i < columns; ++i) sum[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
           normalise(sum, scales, to + row * columns, columns, float(eps), float(offset));
         }

@@ -203,11 +203,11 @@ class _Header:
         return name, kind, tuple(reversed(shape)), offset  # ggml names the innermost dimension first
 
     def _placed(self, name: str, number: int, shape: tuple[int, ...], offset: int) -> GGUFTensor:
-        """Return the tensor, after checking that all its bytes lie in the file.
+        """Return the tensor, after checking that all its bytes lie in the file. `number` is its type in ggml.
 
         Raises:
             StartupError: its type is not read.
-            _DamagedError: it reaches beyond the end of the file.
+            _DamagedError: it has a shape that its type cannot have, or reaches beyond the end of the file.
         """
         import gguf
 

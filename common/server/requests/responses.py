@@ -40,7 +40,7 @@ class FunctionTool(OpenAIToolFields, FunctionFields):
     type: Literal["function"]
     strict: bool | None = Field(
         default=True,
-        description="calls always follow the schema; with `tool_choice` `required` or a name, all calls do",
+        description="whether calls follow the schema also where `tool_choice` does not require one",
     )
 
     @property

@@ -187,14 +187,14 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call in an assistant's message, as answers have them."""
+    """A call in an assistant's message. A client sends it back as an earlier answer gave it."""
 
     model_config = BODY
 
     id: str = Field(default="", max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(default=None, description="as streams have it; not read")
+    index: int | None = Field(default=None, description="not read; streamed calls have it")
 
     def as_call(self) -> Call:
         return Call.of(self.id, self.function.name, self.function.arguments)
