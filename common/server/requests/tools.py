@@ -33,7 +33,7 @@ class FunctionFields(BaseModel):
     )
     strict: bool | None = Field(
         default=False,
-        description="calls always follow the schema; with `tool_choice` `required` or a name, all calls do",
+        description="whether calls follow the schema also where `tool_choice` does not require one",
     )
 
     def as_function(self) -> Function:
