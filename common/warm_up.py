@@ -17,12 +17,14 @@ from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.scheduling import PrefillChunk, RowCost, Scheduler, StepPlan
 from common.streams import CudaStream, Stream, TapeStream
+from common.work_times import Work
 
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
 HOST_S = 3e-4  # seconds of host work in a step, roughly
 ROWS = 32  # `measure` times steps of one row and of this many
+PROMPT = 64  # tokens of a prompt that stands for a busy server's passes
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:
@@ -47,7 +49,7 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
     Args:
         runner: with nothing in flight.
         stream: the runner's stream.
-        threads: number of threads for a pass. None: time a pass with all threads and with one less, and choose.
+        threads: number of threads for a pass. None: time passes with all threads and with one less, and choose.
     """
     logger.info("warming up")
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
@@ -55,17 +57,23 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
         _decode(runner, batch)
     most = torch.get_num_threads()
     if threads is None and most > 1:
-        seconds: dict[int, float] = {}
+        seconds: dict[int, tuple[float, float]] = {}  # of a pass of one row, and of a prompt's pass
         for count in (most - 1, most):
             stream.set_threads(count)
             stream.take_times()
             _decode(runner, [best], TRIALS)
-            passes = stream.take_times()[2::2]  # without the prompt's pass, and without sampling in between
-            seconds[count] = min((ended - began for _, began, ended in passes), default=0.0)
+            one_row = stream.take_times()[2::2]  # without the prompt's pass, and without sampling in between
+            for _ in range(TRIALS):
+                runner.pool.reset_prefix_cache()
+                _decode(runner, [best], prompt_tokens=PROMPT)
+            prompts = stream.take_times()[::2]
+            seconds[count] = _shortest(one_row), _shortest(prompts)
         # Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a
-        # core. With one thread less, both run at the same time.
-        threads = most - (seconds[most - 1] < seconds[most] + HOST_S)
-        logger.debug("%d threads a pass; seconds of one: %s", threads, seconds)
+        # core. With one thread less, both run at the same time. A pass of one row mostly waits for memory and may
+        # need no more threads, but passes of many rows must not become longer, either.
+        fewer = all(few < all_ + HOST_S for few, all_ in zip(seconds[most - 1], seconds[most], strict=True))
+        threads = most - fewer
+        logger.debug("%d threads a pass; seconds of one row, and of a prompt: %s", threads, seconds)
     stream.set_threads(threads or most)
     runner.pool.reset_prefix_cache()
 
@@ -128,15 +136,22 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
     return cost
 
 
-def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0) -> float:
-    """Compute prompts of one token and then `tokens` decode steps, each with `guesses` guesses of each sequence.
+def _shortest(work: Sequence[Work]) -> float:
+    """Return the seconds of the shortest work; 0 if there is none."""
+    return min((ended - began for _, began, ended in work), default=0.0)
+
+
+def _decode(
+    runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0, prompt_tokens: int = 1
+) -> float:
+    """Compute prompts, and then `tokens` decode steps, each with `guesses` guesses of each sequence.
 
     Returns:
         The seconds of the last step. 0 if the KV memory is too small: then nothing is computed.
     """
-    requests = [Request(f"warm-up {i}", [0], params) for i, params in enumerate(batch)]
+    requests = [Request(f"warm-up {i}", [0] * prompt_tokens, params) for i, params in enumerate(batch)]
     step_s = 0.0
-    if all(runner.pool.reserve(request, 1 + tokens + guesses) for request in requests):
+    if all(runner.pool.reserve(request, prompt_tokens + tokens + guesses) for request in requests):
         for request in requests:
             request.start_prefill()
         plans = [StepPlan(prefill=tuple(PrefillChunk.rest(request) for request in requests))]

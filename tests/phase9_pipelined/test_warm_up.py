@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import phase9_pipelined
 from common.graphs import graph_sizes
 from common.request import Request, SamplingParams
 from common.scheduling import StepPlan
-from common.streams import TapeStream, ThreadStream
-from common.warm_up import TRIALS, capture, record
+from common.streams import Pending, TapeStream, ThreadStream
+from common.warm_up import PROMPT, capture, record
+from common.work_times import Work
 from kernels import native
+from kernels.tape import Function
 from tests.engine_helpers import assert_all_free, run
 from tests.graphs import StandIns
 from tests.phase9_pipelined.support import runner_of
@@ -26,7 +30,7 @@ def zoo_engine(**options: Any) -> Any:
     settings = {
         "model": "zoo:llama-tiny",
         "dtype": "float32",
-        "max_seq_len": 64,
+        "max_seq_len": 96,
         "block_size": 1,
         "num_blocks": 100,
     }
@@ -87,37 +91,55 @@ def test_steps_may_be_called_from_python() -> None:
 
 
 class TimedStream(TapeStream):
-    """A stream whose passes take the given seconds, by the number of threads."""
+    """A stream whose passes take the given seconds, by the number of threads: those of one row, and of a prompt."""
 
-    def __init__(self, seconds: dict[int, float]) -> None:
+    def __init__(self, one_row: dict[int, float], prompt: dict[int, float]) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds = {1: one_row, PROMPT: prompt}
         self.threads = 0
+        self.rows: list[int] = []
+
+    def submit(
+        self, key: Hashable, function: Function, inputs: Sequence[Tensor], *others: Any, **options: Any
+    ) -> Pending:
+        if key == "forward":
+            self.rows.append(len(inputs[2]))
+        return super().submit(key, function, inputs, *others, **options)
 
     def set_threads(self, threads: int) -> None:
         self.threads = threads
 
-    def take_times(self) -> list[tuple[int, float, float]]:
-        taken = [99.0, 1e-6, *[self.seconds.get(self.threads, 0.0), 1e-6] * TRIALS]
-        return [(i, 10.0, 10.0 + each) for i, each in enumerate(taken)]
+    def take_times(self) -> list[Work]:
+        rows, self.rows = self.rows, []
+        taken = [self.seconds.get(each, {}).get(self.threads, 0.0) for each in rows]
+        if rows[:1] == [1]:
+            taken[0] = 99.0  # the prompt before the decode steps
+        return [
+            Work(name, 10.0, 10.0 + each) for s in taken for name, each in (("forward", s), ("sample", 1e-6))
+        ]
 
 
 @needs_native
 @pytest.mark.parametrize(
-    ("asked", "seconds", "chosen"),
+    ("asked", "one_row", "prompt", "chosen"),
     [
-        (None, {3: 0.010, 4: 0.008}, 4),
-        (None, {3: 0.0081, 4: 0.008}, 3),
-        (None, {3: 0.007, 4: 0.008}, 3),
-        (4, {3: 0.007, 4: 0.008}, 4),
-        (1, {3: 0.007, 4: 0.008}, 1),
+        (None, {3: 0.010, 4: 0.008}, {3: 0.02, 4: 0.02}, 4),
+        (None, {3: 0.0081, 4: 0.008}, {3: 0.0201, 4: 0.02}, 3),
+        (None, {3: 0.007, 4: 0.008}, {3: 0.019, 4: 0.02}, 3),
+        (None, {3: 0.007, 4: 0.008}, {3: 0.026, 4: 0.02}, 4),
+        (4, {3: 0.007, 4: 0.008}, {3: 0.02, 4: 0.02}, 4),
+        (1, {3: 0.007, 4: 0.008}, {3: 0.02, 4: 0.02}, 1),
     ],
 )
 def test_one_thread_less_where_the_host_gains_more(
-    asked: int | None, seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+    asked: int | None,
+    one_row: dict[int, float],
+    prompt: dict[int, float],
+    chosen: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner = runner_of(zoo_engine())
-    stream = TimedStream(seconds)
+    stream = TimedStream(one_row, prompt)
     runner.stream = stream
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     record(runner, stream, asked)
