@@ -22,6 +22,7 @@ from common.work_times import Work
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
+PROMPT_TRIALS = 2  # a prompt's pass is long: on a large model more would delay the start by seconds
 HOST_S = 3e-4  # seconds of host work in a step, roughly
 ROWS = 32  # `measure` times steps of one row and of this many
 PROMPT = 64  # tokens of a prompt that stands for a busy server's passes
@@ -63,7 +64,7 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
             stream.take_times()
             _decode(runner, [best], TRIALS)
             one_row = stream.take_times()[2::2]  # without the prompt's pass, and without sampling in between
-            for _ in range(TRIALS):
+            for _ in range(PROMPT_TRIALS):
                 runner.pool.reset_prefix_cache()
                 _decode(runner, [best], prompt_tokens=PROMPT)
             prompts = stream.take_times()[::2]
@@ -71,8 +72,8 @@ def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
         # Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a
         # core. With one thread less, both run at the same time. A pass of one row mostly waits for memory and may
         # need no more threads, but passes of many rows must not become longer, either.
-        fewer = all(few < all_ + HOST_S for few, all_ in zip(seconds[most - 1], seconds[most], strict=True))
-        threads = most - fewer
+        pairs = zip(seconds[most - 1], seconds[most], strict=True)
+        threads = most - all(one_less < with_all + HOST_S for one_less, with_all in pairs)
         logger.debug("%d threads a pass; seconds of one row, and of a prompt: %s", threads, seconds)
     stream.set_threads(threads or most)
     runner.pool.reset_prefix_cache()
@@ -144,7 +145,7 @@ def _shortest(work: Sequence[Work]) -> float:
 def _decode(
     runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0, prompt_tokens: int = 1
 ) -> float:
-    """Compute prompts, and then `tokens` decode steps, each with `guesses` guesses of each sequence.
+    """Compute prompts of `prompt_tokens`, then `tokens` decode steps, each with `guesses` guesses of each sequence.
 
     Returns:
         The seconds of the last step. 0 if the KV memory is too small: then nothing is computed.
