@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import tomllib
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
-@functools.cache
 def project_version() -> str:
     """Return the version of the installed package. Run from its source tree alone, that of `pyproject.toml`."""
     try:

@@ -14,6 +14,7 @@ from benchmarks.micro.batch_size import Machine
 from benchmarks.micro.engines import build_engine, greedy
 from common.config import resolve_device
 from common.engine import Engine
+from common.memory import freeze_objects
 from common.models.layers import CausalLM
 from common.phases import find_phase
 from common.request import SamplingParams
@@ -91,8 +92,7 @@ def decode(
     for prompt in prompts:
         request = engine.create_request(list(prompt), params or greedy(new_tokens))
         assert engine.add_request(request)
-    gc.collect()
-    gc.freeze()  # as in a server: a collection that scans all objects takes 0.2 s
+    freeze_objects()  # as a server does, or a garbage collection is timed
     begun: set[str] = set()
     counts: list[int] = []
     seconds: list[float] = []
@@ -200,7 +200,7 @@ class KernelCounter:
 
 def free_unused() -> None:
     """Free the memory of an engine that nothing refers to any more. The next engine's size may depend on it."""
-    gc.unfreeze()  # `decode` has frozen the engine, too
+    gc.unfreeze()  # `decode` has frozen the objects of the engine
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()

@@ -9,16 +9,8 @@ import pytest
 from common.version import project_version
 
 
-@pytest.fixture(autouse=True)
-def forgotten():
-    project_version.cache_clear()
-    yield
-    project_version.cache_clear()
-
-
-def test_the_tree_and_the_installed_package_have_one_version(monkeypatch):
+def test_the_tree_and_the_installed_package_have_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = project_version()
-    project_version.cache_clear()
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
