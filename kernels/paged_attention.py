@@ -68,6 +68,9 @@ NO_WINDOW = 2**31 - 1
 #: Columns of a split, a multiple of every tile's columns. Results depend on it: see the module.
 SPLIT_COLUMNS = 512
 
+#: Up to so many programs before splits, a decoding pass leaves processors idle (an NVIDIA H200 has 132).
+FEW_PROGRAMS = 256
+
 #: The most programs that share the splits of a tile. Beyond it, a program computes several splits.
 MOST_PROGRAMS = 32
 
@@ -411,14 +414,15 @@ def _tile(group: int, head_dim: int, itemsize: int, decoding: int | None) -> _Ti
     has no tensor cores, few rows are best in all passes. The numbers are the fastest on an NVIDIA H200.
 
     Args:
-        decoding: decoding sequences times KV heads; None: the pass does not only decode.
+        decoding: programs of a pass that only decodes, before splits: sequences times KV heads. None: any other
+            pass.
     """
     few = decoding is not None or itemsize == 4
     rows = max(16 if few else 64, _power_of_2(group))
     dims = max(16, _power_of_2(head_dim))
     columns = min(64, max(16, 8192 // (dims * itemsize)))
     warps = max(1, rows * dims // 2048) if few else 4 if rows * dims < 16384 else 8
-    if decoding is not None and decoding <= 256:
+    if decoding is not None and decoding <= FEW_PROGRAMS:
         return _Tile(rows, columns, dims, min(8, max(4, warps)), stages=2)
     return _Tile(rows, columns, dims, min(8, warps), stages=3)
 

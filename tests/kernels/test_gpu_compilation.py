@@ -10,7 +10,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,12 +54,49 @@ def test_one_compilation_serves_all_passes(tmp_path):
     }
 
 
-def compile_all() -> None:
-    """Print "compiled" for every variant. The first variant that does not compile raises."""
+def compiled(
+    kernel: Any,
+    constants: dict[str, Any],
+    element: str,
+    capability: int,
+    types: dict[str, str],
+    aligned: Callable[[str], bool] = lambda name: False,
+    **options: Any,
+) -> Any:
+    """Compile a kernel for a GPU, and print so.
+
+    Args:
+        constants: arguments that the compiler knows.
+        element: type that pointers point to. Other arguments are int32.
+        capability: of the GPU; 90 is a compute capability of 9.0.
+        types: of the arguments that have another one.
+        aligned: whether an argument, by its name, is a multiple of 16, as it is at a launch.
+        options: of the launch.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
+        for name in kernel.arg_names
+    }
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name not in constants and aligned(name)
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    result = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "cubin" in result.asm
+    print("compiled", kernel.__name__, constants, element, capability)
+    return result
+
+
+def compile_all() -> None:
+    """Print "compiled" for every variant. The first variant that does not compile raises."""
     from kernels.decode_rows import _decode_rows_kernel
     from kernels.draw import MOST_COLUMNS, _draw_kernel
     from kernels.few_rows_linear import _few_rows_linear_kernel
@@ -100,15 +139,7 @@ def compile_all() -> None:
     ]
     for kernel, constants in variants:
         for element in ("fp32", "bf16"):
-            signature = {
-                name: "constexpr"
-                if name in constants
-                else types.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
-                for name in kernel.arg_names
-            }
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            assert "cubin" in compile_source(source, target=GPUTarget("cuda", 80, 32)).asm
-            print("compiled", kernel.__name__, element)
+            compiled(kernel, constants, element, 80, types)
     compile_few_rows()
     compile_paged_attention()
 
@@ -119,16 +150,14 @@ ROW_STRIDES = ("q_stride", "q_head_stride", "block_stride", "column_stride", "kv
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 LEAST_SHARED_MEMORY = 89, 99 * 1024  # GPUs for desktops and laptops
 
+# Asynchronous copies to shared memory, 16 bytes to a thread.
+COPIES_OF_16_BYTES = r"cp\.async\.c[ag]\.shared\.global[^;]*0x10"
+
 
 def compile_few_rows() -> None:
     """Compile products of few rows. A program's tiles must fit the shared memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_source
-
     from kernels.few_rows_linear import FEW_ROWS, _few_rows_linear_kernel, _tile
 
-    names = _few_rows_linear_kernel.arg_names
     capability, shared_bytes = LEAST_SHARED_MEMORY
     plain = [(outputs, None) for outputs in (1024, 4096, 5120, 8192, 128_256)]
     tiles = {
@@ -139,33 +168,22 @@ def compile_few_rows() -> None:
     for tile, activation in sorted(tiles, key=str):
         constants = {"tile_rows": tile.rows, "tile_outputs": tile.outputs, "tile_inputs": tile.inputs}
         constants |= {"activation": activation, "bias_ptr": None}
-        signature = {
-            name: "constexpr" if name in constants else "*bf16" if name.endswith("_ptr") else "i32"
-            for name in names
-        }
-        attributes = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name not in constants and name != "num_rows"
-        }
-        compiled = compile_source(
-            ASTSource(
-                fn=_few_rows_linear_kernel, signature=signature, constexprs=constants, attrs=attributes
-            ),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+        result = compiled(
+            _few_rows_linear_kernel,
+            constants,
+            "bf16",
+            capability,
+            {},
+            lambda name: name != "num_rows",
+            **options,
         )
-        assert compiled.metadata.shared <= shared_bytes, (tile, compiled.metadata.shared)
-        assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
-        print("compiled", tile, activation)
+        assert result.metadata.shared <= shared_bytes, (tile, result.metadata.shared)
+        assert re.search(COPIES_OF_16_BYTES, result.asm["ptx"])
 
 
 def compile_paged_attention() -> None:
     """Compile paged attention. A program's tile depends on shapes and dtype, and must fit the shared memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compile_source
-
     from kernels.paged_attention import SPLIT_COLUMNS, _merge_splits_kernel, _paged_attention_kernel, _tile
 
     whole = {"split_columns": SPLIT_COLUMNS}
@@ -187,42 +205,29 @@ def compile_paged_attention() -> None:
         (128, 128, "bf16", 2),
         (1, 256, "fp32", 4),
     ):
-        for decoding in (8, 128, 512, None):
+        for decoding in (8, 512, None):
             tile = _tile(group, head_dim, itemsize, decoding)
             constants = whole | {"group": group, "tile_rows": tile.rows, "tile_columns": tile.columns}
             constants |= {"head_dim": head_dim, "tile_dim": tile.dims, "decodes": decoding is not None}
-            variant = (_paged_attention_kernel, constants, element, tile.warps, tile.stages)
-            if variant not in variants:
-                variants.append(variant)
+            variants.append((_paged_attention_kernel, constants, element, tile.warps, tile.stages))
     for kernel, constants, element, warps, stages in variants:
-        signature = {
-            name: "constexpr"
-            if name in constants
-            else types.get(name, f"*{element}" if name.endswith("_ptr") else "i32")
-            for name in kernel.arg_names
-        }
-        # As at a launch, memory starts at multiples of 16 bytes, and the strides of rows are such multiples.
-        attributes = {
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(kernel.arg_names)
-            if name not in constants and (name.endswith("_ptr") or name in ROW_STRIDES)
-        }
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
         for capability, shared_bytes in SHARED_MEMORY_BYTES.items():
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-            compiled = compile_source(
-                source,
-                target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False},
+            result = compiled(
+                kernel,
+                constants,
+                element,
+                capability,
+                types,
+                lambda name: name.endswith("_ptr") or name in ROW_STRIDES,
+                **options,
             )
-            assert "cubin" in compiled.asm
-            assert compiled.metadata.shared <= shared_bytes
+            assert result.metadata.shared <= shared_bytes
             if kernel is _paged_attention_kernel:
-                # Keys and values are copied asynchronously, 16 bytes to a thread.
-                assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10", compiled.asm["ptx"])
-                assert ("mma." in compiled.asm["ptx"]) == (element != "fp32")  # on tensor cores
+                assert re.search(COPIES_OF_16_BYTES, result.asm["ptx"])
+                assert ("mma." in result.asm["ptx"]) == (element != "fp32")  # on tensor cores
             # No products and sums are fused, because merges in two kernels must have the same bits.
-            assert not re.search(r"fma\.rn\.f32", compiled.asm["ptx"]) or element == "fp32"
-            print("compiled", kernel.__name__, element, capability)
+            assert not re.search(r"fma\.rn\.f32", result.asm["ptx"]) or element == "fp32"
 
 
 TOKENS = (1, 2, 3, 15, 16, 17, 48, 150)
