@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.errors import ServerErrorMiddleware
 
 from common.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.engine import Engine
@@ -18,10 +17,11 @@ from common.engine_thread import EngineThread
 from common.server import routes, state_routes
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
-from common.server.errors import HANDLERS, answer_unexpected_error
+from common.server.errors import HANDLERS
 from common.server.logs import Pulse
 from common.server.middleware import (
     AllowedHosts,
+    AnswerErrors,
     ApiKeys,
     CountAnswers,
     HeadAsGet,
@@ -125,8 +125,7 @@ def create_app(
         app.include_router(router)
         app.state.paths += [route.path for route in router.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)
-    # Starlette's own handler of unexpected errors is outside all middleware: its answers lack id and CORS headers.
-    app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected_error)
+    app.add_middleware(AnswerErrors)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     elif hosts is not None:

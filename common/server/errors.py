@@ -197,11 +197,6 @@ async def answer_nobody(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def answer_unexpected_error(request: Request, _: Exception) -> Response:
-    """Answer 500 to an exception that no other handler takes. The HTTP server logs the traceback."""
-    return await answer_api_error(request, internal_error())
-
-
 #: Routes let errors of the engine and its worker pass; `answer_api_error` translates them.
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: answer_api_error,
@@ -216,5 +211,4 @@ HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, An
     HTTPException: answer_http_error,
     RequestValidationError: answer_invalid_query,
     ClientDisconnect: answer_nobody,
-    Exception: answer_unexpected_error,
 }

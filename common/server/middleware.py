@@ -1,7 +1,8 @@
 """ASGI middleware, in the order in which a request meets it.
 
 Answers are counted, and refusals are paced while the engine computes. A proxy's path prefix is stripped, and the
-request gets an id. Clients without a key, and pages of other sites, are turned away.
+request gets an id. Clients without a key, and pages of other sites, are turned away. Unexpected errors of the app
+are answered.
 
 A page that a user opens can send requests to every server that the user's machine reaches, this one included. A
 browser lets the page read answers only if both have one origin. There are two ways around that. `OwnPages` closes
@@ -32,7 +33,7 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.server.errors import SHOULD_RETRY, ApiError, shorten
+from common.server.errors import SHOULD_RETRY, ApiError, internal_error, shorten
 from common.server.logs import log_refusal
 from common.server.replies.shapes import json_response
 
@@ -350,6 +351,30 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
+class AnswerErrors(Middleware):
+    """Answers 500 to an exception that no handler takes, and logs it.
+
+    Starlette's own middleware for this is outside all others, so its answers lack id and CORS headers. It also
+    raises the exception again. Then uvicorn closes the connection behind a complete answer, and a client that sends
+    its next request at that moment loses it.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception as error:
+            if begun:  # the HTTP server closes the connection, so that the client sees that its answer is cut
+                raise
+            await refuse(internal_error(), scope, receive, send, error=error)
+
+
 class HeadAsGet(Middleware):
     """Answers HEAD with the head of the GET route's answer, and stops the route there.
 
@@ -374,9 +399,11 @@ class HeadSentError(Exception):
     """Ends a HEAD request's route once the head of its answer is sent."""
 
 
-async def refuse(refusal: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a refusal instead of calling the app, and log it."""
-    log_refusal(refusal, refusal.status, refusal, client=client_of(scope))
+async def refuse(
+    refusal: ApiError, scope: Scope, receive: Receive, send: Send, *, error: Exception | None = None
+) -> None:
+    """Send a refusal instead of the app's answer, and log it, with the traceback of `error` if there is one."""
+    log_refusal(refusal, refusal.status, error or refusal, client=client_of(scope))
     await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
 
 

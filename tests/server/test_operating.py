@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from common.phases import find_phase
 from common.server.logs import FIELDS, JsonLines
+from common.server.middleware import AnswerErrors
 from common.server.options import read_options
 from common.server.service import fingerprint_of
 from tests.engine_helpers import build, tiny_model
@@ -164,23 +166,32 @@ def test_any_origin() -> None:
 # ---------------------------------------------------------------------- errors that nobody expected
 
 
-def test_an_unexpected_error_has_the_requests_id_and_can_be_read_by_a_page() -> None:
+def test_an_unexpected_error_has_the_requests_id_and_can_be_read_by_a_page(logged: io.StringIO) -> None:
     async def fail() -> None:
         raise ZeroDivisionError("a secret")
 
     origin = "https://page.example"
     with app_with(cors_origins=[origin]) as client:
         client.app.add_api_route("/fail", fail, methods=["GET"])  # type: ignore[attr-defined]
-        outside = TestClient(client.app, raise_server_exceptions=False)
-        answer = outside.get("/fail", headers={"X-Request-ID": "job-5", "Origin": origin})
+        answer = client.get("/fail", headers={"X-Request-ID": "job-5", "Origin": origin})
         assert_error(answer, 500, None, "internal_error")
         assert answer.headers["x-request-id"] == "job-5"
         assert answer.headers["access-control-allow-origin"] == origin
         assert "secret" not in answer.text
-        for method in ("GET", "HEAD"):
-            with pytest.raises(ZeroDivisionError):  # the HTTP server logs it
-                client.request(method, "/fail")
+        assert client.head("/fail").status_code == 500
         assert client.get("/health").status_code == 200
+    tracebacks = [line["traceback"] for line in json_lines(logged.getvalue()) if line["level"] == "ERROR"]
+    assert len(tracebacks) == 2
+    assert all("ZeroDivisionError: a secret" in each for each in tracebacks)
+
+
+def test_an_error_behind_a_begun_answer_is_left_to_the_http_server() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        TestClient(AnswerErrors(app)).get("/")
 
 
 # ---------------------------------------------------------------------- the log
