@@ -71,6 +71,7 @@ class Stream(ABC):
         *,
         fetch: bool = True,
         by_row: bool = False,
+        rows: int | None = None,
     ) -> Pending:
         """Submit `function(*inputs)`.
 
@@ -84,6 +85,8 @@ class Stream(ABC):
             fetch: whether the host will read the results.
             by_row: row i of each result depends on row i of the inputs alone, and the inputs are on the host. The
                 stream may then add rows, to fit a graph that was captured for a fixed number of rows.
+            rows: number of tokens that the work computes. None: unknown. A stream may use fewer threads for few
+                rows.
         """
 
     def entered(self) -> AbstractContextManager[object]:
@@ -198,11 +201,13 @@ class TapeStream(Stream):
     """A CPU's stream: records work the first time a key is submitted, and plays the recording after that.
 
     Attributes:
-        threads: how many threads should share a pass; None: the warm-up chooses.
+        threads: how many threads share the work. By default the process's default number.
+        few_rows: work of at most this many rows has one thread less. None: the warm-up chooses the number.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads
+        self.threads = torch.get_num_threads() if threads is None else threads
+        self.few_rows: int | None = None if threads is None and self.threads > 1 else 0
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
         self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # latest work: its ticket and key
@@ -217,6 +222,7 @@ class TapeStream(Stream):
         *,
         fetch: bool = True,  # noqa: ARG002 - results are on the host anyway
         by_row: bool = False,  # noqa: ARG002 - work runs with any number of rows
+        rows: int | None = None,
     ) -> Pending:
         if after is not None and not isinstance(after, _Played):
             inputs, after = [*after.wait(), *inputs], None
@@ -224,8 +230,12 @@ class TapeStream(Stream):
             given = list(inputs) if after is None else [*after.wait(), *inputs]
             self._tapes[key], outputs = self.call(lambda: record(function, *given))
             return Done(outputs)
+        few = rows is not None and rows <= (self.few_rows or 0)
         ticket = self._player.submit(
-            self._tapes[key].recorded, list(inputs), 0 if after is None else after.ticket
+            self._tapes[key].recorded,
+            list(inputs),
+            0 if after is None else after.ticket,
+            self.threads - 1 if few else self.threads,
         )
         self._keys.append((ticket, key))
         return _Played(self._player, ticket)
@@ -241,10 +251,6 @@ class TapeStream(Stream):
         if self._apart is not None:
             self._apart.thread.join()
             self._apart = None
-
-    def set_threads(self, threads: int) -> None:
-        """Set the number of threads that share each operator of work submitted from now on."""
-        self._player.set_threads(threads)
 
     def time_work(self, wanted: bool) -> None:  # noqa: ARG002 - the player always takes times
         self.take_times()  # drops old times
@@ -293,6 +299,7 @@ class ThreadStream(Stream):
         *,
         fetch: bool = True,  # noqa: ARG002 - results are on the host anyway
         by_row: bool = False,  # noqa: ARG002 - work runs with any number of rows
+        rows: int | None = None,  # noqa: ARG002 - the number of threads is the process's
     ) -> Pending:
         def run() -> tuple[Tensor, ...]:
             with torch.inference_mode():
@@ -374,6 +381,7 @@ class CudaStream(Stream):
         *,
         fetch: bool = True,
         by_row: bool = False,
+        rows: int | None = None,  # noqa: ARG002 - a GPU has no threads to spare
     ) -> Pending:
         with self.entered(), torch.inference_mode(), self._timing(key):
             if by_row:

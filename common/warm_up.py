@@ -1,4 +1,4 @@
-"""Records or captures the passes of a stream before the first request, and chooses its number of threads.
+"""Records or captures the passes of a stream before the first request, and chooses which have one thread less.
 
 Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler
 decides by the cost of a row, this cost is measured, too.
@@ -17,15 +17,13 @@ from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.scheduling import PrefillChunk, RowCost, Scheduler, StepPlan
 from common.streams import CudaStream, Stream, TapeStream
-from common.work_times import Work
 
 logger = logging.getLogger(__name__)
 
 TRIALS = 8
-PROMPT_TRIALS = 2  # a prompt's pass is long: on a large model more would delay the start by seconds
+FEW_ROWS = (1, 2, 4, 8, 16)  # numbers of rows that `few_rows` tries, in this order
 HOST_S = 3e-4  # seconds of host work in a step, roughly
 ROWS = 32  # `measure` times steps of one row and of this many
-PROMPT = 64  # tokens of a prompt that stands for a busy server's passes
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:
@@ -35,7 +33,7 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
     """
     stream = runner.stream
     if isinstance(stream, TapeStream):
-        record(runner, stream, stream.threads)
+        record(runner, stream)
     elif isinstance(stream, CudaStream) and stream.graphs.sizes:
         capture(runner, stream.graphs)
     else:
@@ -44,39 +42,48 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
         scheduler.row_cost = measure(runner, stream) or scheduler.row_cost
 
 
-def record(runner: Runner, stream: TapeStream, threads: int | None) -> None:
-    """Record the common kinds of passes.
+def record(runner: Runner, stream: TapeStream) -> None:
+    """Record the common kinds of passes, and choose the number of rows that are few.
 
     Args:
         runner: with nothing in flight.
         stream: the runner's stream.
-        threads: number of threads for a pass. None: time passes with all threads and with one less, and choose.
     """
     logger.info("warming up")
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
     for batch in ([best], [drawn], [ordered], [drawn, ordered]):
         _decode(runner, batch)
-    most = torch.get_num_threads()
-    if threads is None and most > 1:
-        seconds: dict[int, tuple[float, float]] = {}  # of a pass of one row, and of a prompt's pass
-        for count in (most - 1, most):
-            stream.set_threads(count)
-            stream.take_times()
-            _decode(runner, [best], TRIALS)
-            one_row = stream.take_times()[2::2]  # without the prompt's pass, and without sampling in between
-            for _ in range(PROMPT_TRIALS):
-                runner.pool.reset_prefix_cache()
-                _decode(runner, [best], prompt_tokens=PROMPT)
-            prompts = stream.take_times()[::2]
-            seconds[count] = _shortest(one_row), _shortest(prompts)
-        # Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a
-        # core. With one thread less, both run at the same time. A pass of one row mostly waits for memory and may
-        # need no more threads, but passes of many rows must not become longer, either.
-        pairs = zip(seconds[most - 1], seconds[most], strict=True)
-        threads = most - all(one_less < with_all + HOST_S for one_less, with_all in pairs)
-        logger.debug("%d threads a pass; seconds of one row, and of a prompt: %s", threads, seconds)
-    stream.set_threads(threads or most)
+    if stream.few_rows is None:
+        stream.few_rows = few_rows(runner, stream)
     runner.pool.reset_prefix_cache()
+
+
+def few_rows(runner: Runner, stream: TapeStream) -> int:
+    """Return the most rows of a pass that hardly gets longer with one thread less; 0 if a pass of one row does.
+
+    Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
+    With one thread less, both run at the same time. A pass of few rows mostly waits for memory and may need no more
+    threads. A pass of many rows needs them all.
+
+    Args:
+        runner: with nothing in flight.
+        stream: the runner's stream.
+    """
+    few = 0
+    for rows in FEW_ROWS:
+        seconds = []
+        for stream.few_rows in (rows, 0):
+            stream.take_times()
+            for _ in range(TRIALS):
+                runner.pool.reset_prefix_cache()
+                _decode(runner, [SamplingParams(temperature=0.0)], prompt_tokens=rows)
+            passes = stream.take_times()[::2]  # without sampling
+            seconds.append(min((ended - began for _, began, ended in passes), default=0.0))
+        logger.debug("a pass of %d rows, with a thread less and with all: %s s", rows, seconds)
+        if seconds[0] >= seconds[1] + HOST_S:
+            break
+        few = rows
+    return few
 
 
 def capture(runner: Runner, graphs: Graphs) -> None:
@@ -105,9 +112,10 @@ def capture(runner: Runner, graphs: Graphs) -> None:
 
 
 def measure(runner: Runner, stream: Stream) -> RowCost | None:
-    """Measure the cost of a row: time steps with guesses, of one row and of `ROWS`.
+    """Time steps of one row and of `ROWS`, and return what a further row costs.
 
-    Returns None if sequences cannot be that long, or if the KV memory is too small.
+    A step of one row has no guesses, and one of `ROWS` rows has `ROWS - 1` guesses for one sequence. Returns None
+    if sequences cannot be that long, or if the KV memory is too small.
 
     Args:
         runner: the runner of a phase that verifies guesses, with nothing in flight.
@@ -135,11 +143,6 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
     row_s = one_s / (cost.weights + 1 + cost.host)
     logger.info("a pass of one row takes %.2f ms, and each row more %.2f ms", 1e3 * one_s, 1e3 * row_s)
     return cost
-
-
-def _shortest(work: Sequence[Work]) -> float:
-    """Return the seconds of the shortest work; 0 if there is none."""
-    return min((ended - began for _, began, ended in work), default=0.0)
 
 
 def _decode(

@@ -173,11 +173,12 @@ struct TapePlayer : torch::CustomClassHolder {
   }
 
   // Submits a pass and returns its ticket. `after`, if not 0, is the ticket of an earlier pass: its outputs become this
-  // pass's first inputs, and its error becomes this pass's error. The caller does not wait for it.
-  int64_t submit(const c10::intrusive_ptr<Tape>& tape, std::vector<at::Tensor> inputs, int64_t after) {
+  // pass's first inputs, and its error becomes this pass's error. The caller does not wait for it. So many `threads`
+  // share the pass, or the process's default number if it is 0.
+  int64_t submit(const c10::intrusive_ptr<Tape>& tape, std::vector<at::Tensor> inputs, int64_t after, int64_t threads) {
     std::lock_guard lock(mutex_);
     TORCH_CHECK(after <= submitted_, "nothing was handed in under ", after);
-    jobs_.push_back({++submitted_, after, tape, std::move(inputs)});
+    jobs_.push_back({++submitted_, after, threads, tape, std::move(inputs)});
     changed_.notify_all();
     return submitted_;
   }
@@ -191,12 +192,6 @@ struct TapePlayer : torch::CustomClassHolder {
     auto done = std::move(done_.extract(ticket).mapped());
     if (done.error) std::rethrow_exception(done.error);
     return std::move(done.outputs);
-  }
-
-  // Sets the number of threads that share a pass, from the next one on.
-  void set_threads(int64_t threads) {
-    std::lock_guard lock(mutex_);
-    threads_ = threads;
   }
 
   // Returns when the passes since the last call began and ended: [passes, 3] float64, ticket and seconds on the steady
@@ -225,7 +220,7 @@ struct TapePlayer : torch::CustomClassHolder {
 
  private:
   struct Job {
-    int64_t ticket, after;
+    int64_t ticket, after, threads;
     c10::intrusive_ptr<Tape> tape;
     std::vector<at::Tensor> inputs;
   };
@@ -243,7 +238,8 @@ struct TapePlayer : torch::CustomClassHolder {
   }
 
   void run() {
-    at::init_num_threads();  // the process's default number of threads
+    at::init_num_threads();
+    const int64_t usual = at::get_num_threads();  // the process's default number of threads
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
@@ -251,7 +247,7 @@ struct TapePlayer : torch::CustomClassHolder {
       Job job = std::move(jobs_.front());
       jobs_.pop_front();
       Done before;
-      if (threads_) omp_set_num_threads(int(threads_));
+      omp_set_num_threads(int(job.threads ? job.threads : usual));
       if (job.after) before = std::move(done_.extract(job.after).mapped());
       lock.unlock();
       Done done = std::move(before);
@@ -280,7 +276,7 @@ struct TapePlayer : torch::CustomClassHolder {
   std::deque<Job> jobs_;
   std::map<int64_t, Done> done_;
   std::deque<std::array<double, 3>> times_;
-  int64_t submitted_ = 0, completed_ = 0, threads_ = 0;  // 0 threads: the default
+  int64_t submitted_ = 0, completed_ = 0;
   bool stopping_ = false;
   std::thread thread_;  // the last member: it uses the others
 };
@@ -312,10 +308,10 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
   library.def("set_threads_here(int threads) -> int", &set_threads_here);
   library.class_<TapePlayer>("TapePlayer")
       .def(torch::init<>())
-      .def("submit", &TapePlayer::submit)
+      .def("submit", &TapePlayer::submit, "",
+           {torch::arg("tape"), torch::arg("inputs"), torch::arg("after"), torch::arg("threads") = 0})
       .def("wait", &TapePlayer::wait)
       .def("drain", &TapePlayer::drain)
-      .def("set_threads", &TapePlayer::set_threads)
       .def("take_times", &TapePlayer::take_times)
       .def("is_done", &TapePlayer::is_done);
 }

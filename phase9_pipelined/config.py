@@ -32,7 +32,7 @@ class Config(PrefixConfig):
     pass_threads: int | None = Field(
         default=None,
         ge=1,
-        description="threads that share a recorded pass; default: all, or one less where the host gains more",
+        description="threads that share a recorded pass; default: all, or one less for few rows if that is as fast",
     )
 
     def captured_sizes(self) -> Sequence[int]:

@@ -145,7 +145,7 @@ class PipelinedRunner(ChunkedRunner):
             inputs = [layout.seats[:decoding], batch.token_ids[decoding:], batch.positions, batch.logit_rows]
             # Read by native kernels only:
             inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]
-            work = self.stream.submit("forward", forward, inputs, fetch=False)
+            work = self.stream.submit("forward", forward, inputs, fetch=False, rows=len(batch.positions))
         self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
@@ -202,7 +202,7 @@ class PipelinedRunner(ChunkedRunner):
             return tuple(each for each in sampled if each is not None)
 
         key = ("sample", launched.draws, top, *asked)
-        return self.stream.submit(key, sample, sent, launched.work)
+        return self.stream.submit(key, sample, sent, launched.work, rows=len(requests))
 
     # ------------------------------------------------------------------ commit
 

@@ -269,6 +269,29 @@ def test_a_tape_whose_operator_raises_keeps_no_tensor_of_its_pass(
     assert tape(torch.ones(1, 2), torch.tensor([3]))[0].tolist() == [[7.0, 8.0]]
 
 
+SHARED = """
+import psutil, torch
+from kernels import native
+from kernels.tape import record
+assert native.load_native_kernels()
+torch.set_num_threads(1)
+tape, _ = record(lambda x: (x.exp(),), torch.ones(2**20))
+player = torch.classes.infer.TapePlayer()
+for threads in (1, 2, 4, 1):
+    player.wait(player.submit(tape.recorded, [torch.ones(2**20)], 0, threads))
+    print(psutil.Process().num_threads() - before if threads > 1 else "alone", end=" ")
+    before = psutil.Process().num_threads()
+"""
+
+
+def test_each_pass_has_its_number_of_threads() -> None:
+    """libgomp starts a thread when an operator first needs it, and keeps it if the next one runs alone."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert ended.stdout == "alone 1 2 alone ", ended.stderr
+
+
 def test_threads_are_limited_for_the_caller_alone(player: torch.ScriptObject) -> None:
     before = torch.get_num_threads()
     seen: list[int] = []

@@ -14,7 +14,7 @@ from common.graphs import graph_sizes
 from common.request import Request, SamplingParams
 from common.scheduling import StepPlan
 from common.streams import Pending, TapeStream, ThreadStream
-from common.warm_up import PROMPT, capture, record
+from common.warm_up import capture, record
 from common.work_times import Work
 from kernels import native
 from kernels.tape import Function
@@ -91,59 +91,50 @@ def test_steps_may_be_called_from_python() -> None:
 
 
 class TimedStream(TapeStream):
-    """A stream whose passes take the given seconds, by the number of threads: those of one row, and of a prompt."""
+    """A stream whose passes take the given milliseconds, by their rows: with one thread less, and with all."""
 
-    def __init__(self, one_row: dict[int, float], prompt: dict[int, float]) -> None:
+    def __init__(self, passes_ms: dict[int, tuple[float, float]]) -> None:
         super().__init__()
-        self.seconds = {1: one_row, PROMPT: prompt}
-        self.threads = 0
-        self.rows: list[int] = []
+        self.few_rows = None
+        self.passes_ms = passes_ms
+        self.played: list[Work] = []
 
     def submit(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor], *others: Any, **options: Any
     ) -> Pending:
-        if key == "forward":
-            self.rows.append(len(inputs[2]))
+        if self.few_rows is not None:
+            one_less, with_all = self.passes_ms[options["rows"]] if key == "forward" else (0.001, 0.001)
+            ms = one_less if options["rows"] <= self.few_rows else with_all
+            self.played.append(Work(key, 10.0, 10.0 + ms / 1e3))
         return super().submit(key, function, inputs, *others, **options)
 
-    def set_threads(self, threads: int) -> None:
-        self.threads = threads
-
     def take_times(self) -> list[Work]:
-        rows, self.rows = self.rows, []
-        taken = [self.seconds.get(each, {}).get(self.threads, 0.0) for each in rows]
-        if rows[:1] == [1]:
-            taken[0] = 99.0  # the prompt before the decode steps
-        return [
-            Work(name, 10.0, 10.0 + each) for s in taken for name, each in (("forward", s), ("sample", 1e-6))
-        ]
+        played, self.played = self.played, []
+        return played
 
 
 @needs_native
 @pytest.mark.parametrize(
-    ("asked", "one_row", "prompt", "chosen"),
+    ("passes_ms", "few"),
     [
-        (None, {3: 0.010, 4: 0.008}, {3: 0.02, 4: 0.02}, 4),
-        (None, {3: 0.0081, 4: 0.008}, {3: 0.0201, 4: 0.02}, 3),
-        (None, {3: 0.007, 4: 0.008}, {3: 0.019, 4: 0.02}, 3),
-        (None, {3: 0.007, 4: 0.008}, {3: 0.026, 4: 0.02}, 4),
-        (4, {3: 0.007, 4: 0.008}, {3: 0.02, 4: 0.02}, 4),
-        (1, {3: 0.007, 4: 0.008}, {3: 0.02, 4: 0.02}, 1),
+        ({1: (10, 8)}, 0),
+        ({1: (8.1, 8), 2: (8.2, 8), 4: (10, 8)}, 2),
+        ({1: (7, 8), 2: (8.5, 8)}, 1),
+        ({1: (7, 8), 2: (7, 8), 4: (7, 8), 8: (9, 9), 16: (12, 12)}, 16),
     ],
 )
-def test_one_thread_less_where_the_host_gains_more(
-    asked: int | None,
-    one_row: dict[int, float],
-    prompt: dict[int, float],
-    chosen: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_few_while_the_host_gains_more(passes_ms: dict[int, tuple[float, float]], few: int) -> None:
     runner = runner_of(zoo_engine())
-    stream = TimedStream(one_row, prompt)
-    runner.stream = stream
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    record(runner, stream, asked)
-    assert stream.threads == chosen
+    runner.stream = stream = TimedStream(passes_ms)
+    record(runner, stream)
+    assert stream.few_rows == few
+
+
+@needs_native
+def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
+    stream = runner_of(zoo_engine(pass_threads=3)).stream
+    assert isinstance(stream, TapeStream)
+    assert (stream.threads, stream.few_rows) == (3, 0)
 
 
 @needs_native
