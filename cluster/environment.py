@@ -24,8 +24,8 @@ def settings() -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set the variables that are not set, for this process and the processes that it starts. One of them turns
-    Ray's usage statistics off.
+    """Set those environment variables of Ray that are not set yet, for this process and the processes that it
+    starts: those of `settings`, and one that turns Ray's usage statistics off.
 
     Raises:
         StartupError: `RAY_AUTH_MODE=disabled` would let anybody who reaches Ray's ports run code on this machine.

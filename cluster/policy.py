@@ -58,10 +58,11 @@ class Load:
         return self.waiting / self.seats + max(self.active / self.seats, self.kv_use)
 
     def plus(self, requests: int) -> Load:
-        """Return the load with `requests` more requests, or fewer if negative.
+        """Return the load after `requests` more requests have come, or after some have left if the number is
+        negative.
 
-        They fill the seats first, then the queue, as in an engine. If requests wait although seats are free, they
-        wait for memory, and so will later ones.
+        New requests take the free seats first, and the others wait, as in an engine. If requests wait already
+        although seats are free, they wait for memory. Then all new requests wait, too.
         """
         if requests < 0:
             queued = -min(-requests, self.waiting)

@@ -76,7 +76,8 @@ class EngineConfig(BaseModel):
     @field_validator("quantize", "generation_config", mode="before")
     @classmethod
     def _none(cls, value: Any) -> Any:
-        """Keep `none` a value of these options. On the command line it stands for no value."""
+        """Return the text "none" in place of None. The command line turns the word `none` into None, but for these
+        options the word is a value."""
         return "none" if value is None else value
 
     def resolve_max_seq_len(self, model_limit: int) -> int:

@@ -312,8 +312,11 @@ class KVView:
         return self.layout.positions
 
     def send(self, *hosts: Tensor) -> list[Tensor]:
-        """Copy tensors of the pass from the host to the pool's device. On a CPU, return the same tensors. On a GPU,
-        the same copy also sends the view's own indices, and the host does not wait."""
+        """Return the pass's tensors on the pool's device. On a CPU, these are the given tensors.
+
+        On a GPU they are copied, together with this view's own indices in one transfer. The host does not wait for
+        it.
+        """
         if self._pool.device.type == "cpu":
             return list(hosts)
         shape = self._pool.shape

@@ -326,7 +326,8 @@ class Request:
         self.run_tokens = 0
 
     def verify(self, token_id: int) -> bool:
-        """Remove the first guess, and return whether a sampled token equals it. If not, remove all guesses."""
+        """Compare a sampled token with the next guess, and return whether they are equal. The guess is removed; if
+        it was wrong, all later guesses are, too."""
         if self.drafts.pop(0) == token_id:
             self.accepted_tokens += 1
             self.run_tokens += 1

@@ -329,7 +329,8 @@ class Runner(ABC):
         return outputs
 
     def verify(self, request: Request, token_id: int) -> bool:
-        """Compare a sampled token with the request's guess. The column of a right guess counts as computed."""
+        """Return whether a sampled token equals the request's next guess. If it does, the column that the pass has
+        computed for this guess counts as part of the sequence."""
         right = request.verify(token_id)
         if right:
             slot = self.slot(request)

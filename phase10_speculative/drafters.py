@@ -79,7 +79,11 @@ class NgramDrafter:
                 self._own.append(token_id)
 
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return up to `limit` guesses: the tokens that follow the match in the text."""
+        """Look up the tokens that came since the last call, and return up to `limit` guesses.
+
+        The guesses are the tokens that stand after the match in the text where it was found. If that text ends
+        first, they begin again behind the match. Without a match there are none.
+        """
         for end in range(self._seen + 1, len(token_ids) + 1):
             self._follow(token_ids[max(0, end - LONGEST) : end])
         self._seen = len(token_ids)

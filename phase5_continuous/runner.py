@@ -1,4 +1,4 @@
-"""Computes decode tokens first, then new prompts end to end, in as few passes as the token limit allows.
+"""Computes decode tokens first, then new prompts one after another, in as few passes as the token limit allows.
 
 ```text
 phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p

@@ -117,7 +117,7 @@ class PrefixTree:
         return [node.block for node in self._unused]
 
     def walk(self) -> Iterator[tuple[int, Node]]:
-        """Yield every node with its depth, parents before their children."""
+        """Yield every node but the root with its depth (0: a child of the root), parents before their children."""
         stack = [(0, child) for child in reversed(self._root.children.values())]
         while stack:
             depth, node = stack.pop()

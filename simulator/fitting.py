@@ -89,10 +89,13 @@ def step_times(run: Replay) -> tuple[Floats, Floats]:
 
 
 def pauses(run: Replay) -> tuple[Floats, Floats]:
-    """Return for each step the pair (1, delivered tokens) [steps, 2], and the pause until the next step in seconds
-    [steps].
+    """Return what the host did between two steps, and how long it took, for each step that another follows at once.
 
     In phase 9 steps overlap, so there are no pauses: that time is part of a step.
+
+    Returns:
+        [steps, 2]: 1, and the number of tokens that the step delivered.
+        [steps]: seconds from the end of the step to the beginning of the next.
     """
     pairs = [] if mode_of(run.run) == PIPELINED else itertools.pairwise(run.steps)
     found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]

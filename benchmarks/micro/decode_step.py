@@ -141,10 +141,13 @@ def reading_s(num_bytes: int) -> float:
 def measure(
     contenders: Sequence[Contender], floor: Callable[[], float], repeats: int, vocab_size: int
 ) -> float:
-    """Time each contender `repeats` times, in alternating order, after a turn that warms up.
+    """Time each engine (contender) `repeats` times, in alternating order, after a turn that warms up.
+
+    The times are kept in the contenders. `floor` is called once in each turn, too, and returns the seconds of
+    reading all weights once: the least that a step can take.
 
     Returns:
-        The median of `floor` over the turns, in seconds: the least that a step can take.
+        The median of the values that `floor` returned, in seconds.
     """
     floors = []
     for turn in range(repeats + 1):

@@ -60,7 +60,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def measure(
     loaded: Loaded, machine: Machine, engine: Engine, count: int, prompt_tokens: int, new_tokens: int
 ) -> list[Cell]:
-    """Decode a batch twice, the second time under the profiler. Returns its cells from the step time on."""
+    """Decode a batch twice, the second time under the profiler.
+
+    Returns:
+        The cells of the batch's row, without its first two (way and sequences).
+    """
     prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
     found, counter = decode(engine, prompts, new_tokens), KernelCounter()
     counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + LAST_STEPS + 1

@@ -59,7 +59,7 @@ def start(way: str, model: str, sequences: int) -> None:
 
 
 def decode(sequences: int, new_tokens: int = NEW_TOKENS) -> Iterator[float]:
-    """Serve a batch, and yield the seconds of each step in which all sequences decode."""
+    """Serve a batch, and yield the seconds of each engine step that returns a token for every sequence."""
     for number in range(sequences):
         add(_engine, [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)], new_tokens)
     before = time.perf_counter()
@@ -78,7 +78,7 @@ def step_ms(sequences: int) -> float:
 
 
 def measure(model: str, sequences: int, repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of a step by way."""
+    """Time decode steps of each way in turns. Return the median milliseconds of a step, by the name of the way."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}

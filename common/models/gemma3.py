@@ -98,7 +98,8 @@ class Gemma3(CausalLM):
 
 
 def _text_of(reader: ConfigReader) -> ConfigReader:
-    """Return the entries of a multimodal checkpoint's language model. Some stand outside `text_config`."""
+    """Return the configuration of a multimodal checkpoint's language model: its `text_config`, and four entries
+    that `config.json` has beside it."""
     text = reader.raw.get("text_config")
     if not isinstance(text, Mapping):
         raise StartupError(f"text_config must be the language model's own config, not {text!r}")

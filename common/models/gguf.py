@@ -227,7 +227,7 @@ class _Shape:
                 raise self._error(f"{self._architecture}.{key} = {value!r} is not implemented")
 
     def rope(self) -> JsonObject:
-        """Return `rope_parameters`."""
+        """Return the entry `rope_parameters` of a `config.json`, from the file's entries on rotary embedding."""
         theta = {"rope_theta": self.entry("rope.freq_base", 10_000.0)}
         factor = self.entry("rope.scaling.factor", self.entry("rope.scale_linear", 0.0))
         kind = self.entry("rope.scaling.type", "linear")

@@ -61,7 +61,11 @@ class GGUFTensor:
     added: float = 0.0
 
     def read_into(self, target: Tensor) -> None:
-        """Dequantize into `target`, some rows at a time, and undo the converter's changes."""
+        """Read the tensor from the file, and write its dequantized values to `target`.
+
+        The program that made the file had reordered the rows of some tensors and added 1 to others. Both are
+        undone.
+        """
         import gguf
 
         kind = gguf.GGMLQuantizationType[self.kind]

@@ -49,7 +49,8 @@ class StoredTensor:
     num_bytes: int
 
     def read_into(self, target: Tensor) -> None:
-        """Read the bytes into `target`; through a temporary tensor if type or device differ."""
+        """Read the tensor's bytes from the file into `target`. If `target` has another type, or is on a GPU, they
+        are read into a temporary tensor first, and converted or copied."""
         direct = target.device.type == "cpu" and target.dtype == self.dtype and target.is_contiguous()
         buffer = target if direct else torch.empty(self.shape, dtype=self.dtype)
         with self.file.open("rb", buffering=0) as file:

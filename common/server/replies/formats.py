@@ -1,4 +1,4 @@
-"""The wire formats: one answer's outputs as the bytes of a stream, or as one JSON object.
+"""The wire formats of completions and chats: an answer's outputs as the bytes of a stream, or as one JSON object.
 
 Named events (`/v1/completions`) are OpenAI chunks at the same time. There is no `[DONE]`: every `data` is a JSON
 object, and the stream ends with the HTTP response.
@@ -19,7 +19,8 @@ OpenAI's own streams, which strict tools want, are unnamed chunks. A choice that
 
 ```text
 data: {… "delta": {"role": "assistant", "content": ""} …}      chat only: first of each choice
-data: {…}            one for each sampled token; the one with a finish_reason has a choice's last text
+data: {…}            one for each sampled token, unless text is held back (it may become a tool call): then it comes
+                     with a later one. The one with a finish_reason has a choice's last text
 data: {…}            only with stream_options.include_usage: no choices, and the usage of all together
 data: [DONE]
 ```

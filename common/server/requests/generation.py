@@ -33,7 +33,7 @@ BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 
 
 def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return `metadata`. Raises PydanticCustomError if a name is too long, or a value too long or no text."""
+    """Return `metadata` unchanged. PydanticCustomError: a name is too long, or a value is too long or no text."""
     if any(len(name) > 64 or type(text) is not str or len(text) > 512 for name, text in metadata.items()):
         raise PydanticCustomError(
             "metadata", "names have up to 64 characters, and values are texts of up to 512 characters"
