@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from common.server.backlogs import Backlogs
-from common.server.connections import ConnectionLimits
 from tests.faults.neighbours import Neighbours
 from tests.server.support import LocalServer, slow_but_on, with_option
 
@@ -41,9 +40,7 @@ def options_of(phase: str) -> dict[str, Any]:
 def shared_server(phase: str) -> Iterator[tuple[LocalServer, Neighbours]]:
     server = LocalServer(
         phase,
-        limits=ConnectionLimits(receive_s=0.3),
         backlogs=Backlogs(limit_bytes=2**15),
-        body_timeout_s=0.3,
         **options_of(phase),
     )
     yield server, Neighbours(server)
