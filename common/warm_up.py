@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 TRIALS = 8
 FEW_ROWS = (1, 2, 4, 8, 16)  # numbers of rows that `few_rows` tries, in this order
 HOST_S = 3e-4  # seconds of host work in a step, roughly
+LONG_S = 100 * HOST_S  # seconds of a pass beside which the host's work no longer matters
 ROWS = 32  # `measure` times steps of one row and of this many
 
 
@@ -63,7 +64,7 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
 
     Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
     With one thread less, both run at the same time. A pass of few rows mostly waits for memory and may need no more
-    threads. A pass of many rows needs them all.
+    threads. A pass of many rows needs them all. Passes longer than `LONG_S` count as passes of many rows.
 
     Args:
         runner: with nothing in flight.
@@ -80,7 +81,7 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
             passes = stream.take_times()[::2]  # without sampling
             seconds.append(min((ended - began for _, began, ended in passes), default=0.0))
         logger.debug("a pass of %d rows, with a thread less and with all: %s s", rows, seconds)
-        if seconds[0] >= seconds[1] + HOST_S:
+        if seconds[0] >= seconds[1] + HOST_S or seconds[1] > LONG_S:
             break
         few = rows
     return few
