@@ -166,6 +166,7 @@ class MetaStream(Stream):
         *,
         fetch: bool = True,
         by_row: bool = False,
+        rows: int | None = None,
     ) -> Pending:
         before = after.wait() if after is not None else ()
         with torch.inference_mode():

@@ -74,6 +74,7 @@ class ManualStream(Stream):
         *,
         fetch: bool = True,
         by_row: bool = False,
+        rows: int | None = None,
     ) -> Pending:
         kind = key if isinstance(key, str) else str(key[0])  # type: ignore[index]
         self._counts[kind] = self._counts.get(kind, -1) + 1

@@ -48,6 +48,7 @@ class RowStream(ThreadStream):
         *,
         fetch: bool = True,
         by_row: bool = False,
+        rows: int | None = None,
     ) -> Pending:
         if by_row:
             return super().submit(key, lambda *given: self.graphs.run(key, function, given), inputs, after)
