@@ -1,6 +1,6 @@
-"""Prints how large each part of the project is, and how many functions a decode step crosses.
+"""Prints how large each part of the project is, and how many functions a decode step calls.
 
-`make size`. Counts the files that git knows, as they lie in the working tree.
+`make size`. Counts the files that git tracks, as they are in the working tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Parts of the project: prefixes of the paths of their Python files, and prefixes that are left out.
+#: For each part of the project: the path prefixes of its Python files, and the path prefixes that are left out.
 PARTS = {
     "common without server, models, zoo": (("common/",), ("common/server/", "common/models/", "common/zoo/")),
     "common/models": (("common/models/",), ()),
@@ -33,7 +33,7 @@ RESULTS = "benchmarks/results/"
 
 
 def tracked() -> list[Path]:
-    """Return the paths of all files that git knows and that exist."""
+    """Return the paths of all files that git tracks and that exist."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
@@ -43,7 +43,7 @@ def lines_of(path: Path) -> int:
 
 
 def functions(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the length of every function of a file, in lines, and its name."""
+    """Yield every function of a file as its number of lines and `path:name`."""
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
@@ -51,9 +51,13 @@ def functions(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def crossed(package: str) -> tuple[int, int]:
-    """Return how many functions one decode step of four sequences calls, and in how many modules they are.
+    """Return the number of functions that one decode step of four sequences calls, and the number of their modules.
 
-    Models and kernels do not count. Ten other steps run before it, so nothing in it happens for the first time.
+    Functions of models and kernels are not counted. The counted step is the eleventh, so it makes no calls that are
+    made only once.
+
+    Args:
+        package: the phase's package, such as `phase5_continuous`.
     """
     from common.phases import find_phase
     from common.request import SamplingParams

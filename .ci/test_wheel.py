@@ -1,7 +1,7 @@
-"""Installs a wheel into an empty environment outside of the tree, and uses it there as its users would.
+"""Installs a wheel into an empty environment outside of the tree, and runs its commands and servers there.
 
-`make test-wheel`. `venv` and `pip` install the wheel with everything it requires; `PIP_ARGS` goes to pip.
-Needs curl, and a C++ compiler. Stops at the first thing that is wrong.
+`make test-wheel`. `venv` and `pip` install the wheel and the packages that it requires. The words in the variable
+`PIP_ARGS` are passed to pip. Needs curl and a C++ compiler. Stops at the first failed check.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REQUEST = '{"model": "zoo:llama-tiny", "prompt": "Once upon a time", "max_tokens
 
 
 def check_files(wheel: Path) -> None:
-    """Check the size of a wheel, that it has the trained models, and neither tests nor results."""
+    """Check that a wheel is at most `LARGEST` bytes, has the trained models, and has no tests, pages or results."""
     size = wheel.stat().st_size
     assert size <= LARGEST, f"{wheel.name} has {size / 1e6:.1f} MB"
     names = zipfile.ZipFile(wheel).namelist()
@@ -36,7 +36,7 @@ def check_files(wheel: Path) -> None:
 
 
 class Installed:
-    """A wheel in an environment of its own, and a user's home folder that was empty before.
+    """A wheel that is installed in a new virtual environment, with a home folder that was empty before.
 
     Args:
         folder: an empty folder, which becomes the home folder.
@@ -46,7 +46,7 @@ class Installed:
     def __init__(self, folder: Path, wheel: Path) -> None:
         self.folder = folder
         self.bin = folder / "env/bin"
-        # Nothing of the caller's environment, so no option of a server and no Python path.
+        # The caller's variables are not inherited: they may set options of a server, or the Python path.
         self.environment = {"HOME": str(folder), "PATH": f"{self.bin}:{os.defpath}", "LANG": "C.UTF-8"}
         venv.create(folder / "env", with_pip=True)
         arguments = shlex.split(os.environ.get("PIP_ARGS", ""))
@@ -61,7 +61,7 @@ class Installed:
         ).stdout
 
     def stream(self, phase: str) -> str:
-        """Serve a phase, and read one stream by curl. Returns the server's log."""
+        """Start a server of a phase, send it one request by curl, and stop it. Returns the server's log."""
         socket, log = self.folder / f"{phase}.sock", self.folder / "log"
         serve = [self.bin / "infer", "serve", phase, "--uds", socket]
         curl = ["curl", "--silent", "--fail-with-body", "--no-buffer", "--unix-socket", socket]
@@ -84,7 +84,7 @@ class Installed:
         return log.read_text()
 
     def hide_the_compiler(self) -> None:
-        """Leave only the environment's own programs on the path."""
+        """Reduce PATH to the programs of the virtual environment, so that no C++ compiler is found."""
         self.environment["PATH"] = str(self.bin)
 
 
@@ -108,7 +108,7 @@ def main(wheel: Path) -> None:
         assert "tokens/s" in demo, demo
         print("the demo ran")
         installed.hide_the_compiler()
-        for phase in (phases[0], phases[-1]):  # the kernels are chosen before a phase is
+        for phase in (phases[0], phases[-1]):  # two suffice: kernels are chosen before a phase is loaded
             log = installed.stream(phase)
             assert SLOWER in log, log
             print(f"phase {phase}: a stream, no compiler")

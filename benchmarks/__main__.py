@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
     words = sys.argv[1:] if arguments is None else list(arguments)
     console = Console()
     try:
-        if words[:1] == ["micro"]:  # its options come from the signature of a measurement's function
+        if words[:1] == ["micro"]:  # `micro` makes its options from the signature of a function
             return micro.main(words[1:], console)
         options = parser(prog).parse_args(words)
         code: int = options.command(options, console)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
 
 
 def exit_on_sigterm() -> None:
-    """Turn SIGTERM into an exception, which passes through the `with` of each server and stops it."""
+    """Make SIGTERM raise SystemExit, so that each server's `with` statement ends and stops the server."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -283,10 +283,10 @@ def _export(options: argparse.Namespace, console: Console) -> int:
 
 
 def parse_workloads(names: str) -> list[Workload]:
-    """Find workloads by their names.
+    """Return the workloads that `names` lists with commas. `all` means all workloads without chats.
 
     Raises:
-        ValueError: there is no such workload.
+        ValueError: a name is no workload's.
     """
     if names == "all":
         return list(WORKLOADS.values())
@@ -298,11 +298,11 @@ def parse_workloads(names: str) -> list[Workload]:
 
 
 def targets_of(setup: Setup, phases: str | None, variants: Sequence[str]) -> list[Target]:
-    """Return the targets that `--phases` and `--variant` name. Without both, every phase.
+    """Return the servers to start that `--phases` and `--variant` name. Without both options, return every phase.
 
     Raises:
         StartupError: there is no such phase.
-        ValueError: a variant is no phase with options.
+        ValueError: a variant does not have the form `PHASE:NAME=VALUE`.
     """
     parsed = [parse_variant(text) for text in variants]
     default = [] if parsed else phase_names()
@@ -325,7 +325,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Options]:
 
 
 def parse_variant(text: str) -> tuple[str, Options]:
-    """Parse `7:prefill-chunk-size=64,no-mixed-batches` into a phase and its options.
+    """Parse `7:prefill-chunk-size=64,no-mixed-batches` into a phase and its options. A flag's value is empty.
 
     Raises:
         ValueError: `text` does not have that form.

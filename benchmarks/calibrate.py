@@ -1,8 +1,9 @@
-"""Scale a workload's rates to the machine, so that the load is the same relative to its capacity.
+"""Scale a workload's arrival rates to the machine, so that load divided by capacity is the same on every machine.
 
-The table's arrival rates (4, 6 and 8 requests a second) fit one speed of machine. On a slower machine, every server
-is overloaded, and only the length of the queue is measured. On a faster machine, every server idles, and all look
-alike. So before a comparison the machine is measured, and the rates are scaled:
+The arrival rates in the table `workloads.toml` (4, 6 and 8 requests a second) fit machines of one speed. On a
+slower machine, every server is overloaded, and only the length of the queue is measured. On a faster machine, every
+server idles, and all servers look alike. So the machine's capacity is measured before a comparison, and the rates
+are scaled:
 
 ```text
 capacity  = requests a second that the server completes with a full batch of this workload's average request
@@ -13,19 +14,20 @@ so that     rate sent / capacity = load                       on every machine
 ```
 
 **The measurement.** The first server of the comparison gets one full batch of requests at once. Each has the
-workload's mean prompt length and mean answer length; the texts differ, so no cache helps. Requests of equal length
-need no padding and leave no row idle, so even phase 4 has no losses here: the capacity is the machine's, not the
-scheduler's, and phase 5 would give the same number. The workload's own lengths are used because the cost of a
+workload's mean prompt length and mean answer length. The texts differ, so no cache helps. Requests of equal length
+need no padding and leave no row idle, so even phase 4 loses nothing. The capacity is therefore the machine's, not
+the scheduler's, and phase 5 would give the same number. The workload's own lengths are used because the cost of a
 prompt token relative to a new token differs between a CPU and a GPU. The faster of two rounds counts, because other
-work on the machine can only slow a round down. All servers of a comparison get the same factor.
+programs on the machine can only slow a round down. All servers of a comparison get the same factor.
 
 **The load** (`LOADS`) depends on the effect that a workload is meant to show:
 
-- `continuous_batching`: 1.1. Static batching loses about a third of its capacity to rows that are done (the longest
-  of eight answers drawn from 64 to 256 has 235 tokens on average, the average answer 160), and more to padding. At
-  1.1 it gets about half more than it can serve, so its queue grows, while continuous batching is just full. In a
-  simulation of both schedulers, the gap in TTFT is widest from 0.8 to 1.2, and the gap in throughput from 1.0 on.
-  At 2 both are overloaded; at 0.5 neither queues.
+- `continuous_batching`: 1.1. Static batching loses about a third of its capacity to rows whose answers have ended
+  (the longest of eight answers drawn from 64 to 256 has 235 tokens on average, the average answer 160), and more to
+  padding. At a load of 1.1, a static server gets about 1.5 times the requests that it can serve. Its queue grows,
+  while a continuous server is just full. In a simulation of both schedulers, the difference in TTFT is largest at
+  loads from 0.8 to 1.2, and the difference in throughput from 1.0 on. At a load of 2 both servers are overloaded.
+  At 0.5 neither has a queue.
 - `chunked_prefill`: 0.9. Long prompts must arrive while others decode, all the time, but no queue should grow: a
   stall should come from another request's prompt, not from waiting in the queue.
 - `prefix_caching`: 1.4. A server that prefills the shared 1024 tokens for every request is overloaded; a server
@@ -63,7 +65,11 @@ class CalibrationError(RuntimeError):
 
 
 def reference_capacity(workload: Workload, load: float | None = None) -> float | None:
-    """Return the capacity in requests per second for which the table's rate was written; None: no rate."""
+    """Return the capacity, in requests per second, that the rate in `workloads.toml` assumes; None without a rate.
+
+    Args:
+        load: requests sent for each request that could be served; None: the workload's own load.
+    """
     if workload.rate is None:
         return None
     return workload.rate / (LOADS.get(workload.name, DEFAULT_LOAD) if load is None else load)
@@ -90,7 +96,7 @@ def calibrate(
         measured_on: the server's label, for the report.
         load: the offered load, instead of the workload's own.
         stall_timeout_s: give up if no token comes for this many seconds.
-        run: sends a plan; another one in tests.
+        run: the function that sends a plan's requests; tests pass a fake.
 
     Raises:
         CalibrationError: a request failed.
@@ -122,7 +128,7 @@ def _one_round(
     stall_timeout_s: float,
     run: Callable[[LoadPlan], LoadResult],
 ) -> float:
-    """Send a batch of average requests. Returns the seconds from the first sending to the last answer's end."""
+    """Send `batch` requests of mean length at once. Returns the seconds until the last answer has ended."""
     requests = identical_requests(
         writer,
         count=batch,
@@ -147,7 +153,7 @@ def warmup_requests(writer: PromptWriter) -> list[PlannedRequest]:
 
 
 def fixed_factor(workload: Workload, rate: str) -> Calibration:
-    """Return the calibration that `--rate table` or `--rate NUMBER` asks for.
+    """Return the calibration that `--rate table` (factor 1) or `--rate NUMBER` (that factor) asks for.
 
     Raises:
         ValueError: `rate` is neither `table` nor a positive number.

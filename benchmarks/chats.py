@@ -12,10 +12,11 @@ from pathlib import Path
 
 TEXTS = Path(__file__).parent / "texts"
 
-#: Draws chats: from a generator, the number of chats, and the user's messages in each. Returns them by chat.
+#: The type of a function that draws chats. Its arguments are a random generator, the number of chats, and the
+#: number of user messages in each chat. It returns a list of user messages for each chat.
 DrawChats = Callable[[random.Random, int, int], list[list[str]]]
 
-SHORT = 0.25  # share of the messages of `long_documents` that hold no document
+SHORT = 0.25  # share of the messages of `long_documents` that are short questions
 
 
 def read(name: str) -> str:
@@ -35,8 +36,8 @@ def code_edits(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
 
 
 def long_documents(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
-    """Return chats of one message. Three of four messages hold most of a document, its parts shuffled, and ask for
-    a summary. The others are short questions."""
+    """Return chats of one message. Three of four messages hold most sections of a document, in random order, and
+    ask for a summary. The other messages are short questions."""
     title, *parts = read("handbook.md").split("\n## ")
     short = round(SHORT * chats)
     messages = [question for [question] in questions(draw, short, 1)]
@@ -49,8 +50,8 @@ def long_documents(draw: random.Random, chats: int, _turns: int) -> list[list[st
 
 
 def shared_document(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
-    """Return chats of one message. All messages begin with the same document, and each asks for other sentences of
-    it."""
+    """Return chats of one message. All messages begin with the same document. Each asks to quote the sentences
+    about one topic for one kind of reader."""
     document = read("handbook.md")
     titles = [part.partition("\n")[0] for part in document.split("\n## ")[1:]]
     asked = [

@@ -1,6 +1,6 @@
 """Sends one request over HTTP and notes when each token arrives.
 
-Understands our named events and the plain chunks of any other OpenAI-compatible server:
+Understands our servers' named events (left) and the plain chunks of any other OpenAI-compatible server (right):
 
 ```text
 event: token                             data: {"choices":[{"text":" a", ...}]}
@@ -35,7 +35,7 @@ MAX_MESSAGE = 300  # characters of a server's error message that are kept
 
 
 class EventParser:
-    """Parses server-sent events from bytes, however the bytes are cut."""
+    """Parses server-sent events from chunks of bytes. A chunk may end in the middle of an event."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -43,7 +43,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the events that this chunk completes: name (empty if it has none) and data."""
+        """Return the name and the data of each event that this chunk completes. An event without a name has b""."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         events = []
         for raw in lines:
@@ -64,9 +64,9 @@ class AnswerReader:
     """Reads a streamed answer: its tokens, its end and its errors so far.
 
     Attributes:
-        tokens: how many tokens arrived.
-        ended: the stream said that it was complete.
-        error: the server's error message.
+        tokens: the number of tokens that arrived.
+        ended: whether the stream has said that it is complete.
+        error: the server's error message; None: there was no error.
     """
 
     tokens: int = 0
@@ -112,7 +112,7 @@ class AnswerReader:
             token_ids = choice.get("token_ids") or ()
             self._token_ids += token_ids
             # Without ids, a chunk counts as a token even if it has no text: the server may hold its text back. Only
-            # a chunk without text that has the finish reason counts as none.
+            # a chunk that has a finish reason and no text counts as no token.
             self.tokens += len(token_ids) or bool(choice.get("text")) or reason is None
 
     @property
@@ -120,7 +120,7 @@ class AnswerReader:
         return "".join([*(orjson.loads(data)["token"] for data in self._token_events), *self._text])
 
     def continued(self, prompt: list[int] | str) -> list[int] | str:
-        """Return a prompt with the answer to it appended, in the prompt's form.
+        """Return a prompt with the answer appended, as text if the prompt is text, else as token ids.
 
         Raises:
             ValueError: the prompt is token ids, but the stream has no token ids.
@@ -147,7 +147,8 @@ class Endpoint:
     Attributes:
         url: the server's root, such as `http://127.0.0.1:8004`.
         model: the name the server knows its model by.
-        ignore_eos: whether bodies have this field, for answers of full length. Other servers may refuse it.
+        ignore_eos: whether bodies have the field `ignore_eos`, which asks for answers of full length. Other servers
+            may refuse this field.
         api_key: sent as a bearer token, if given.
         fields: additional fields of every body, for this server only.
     """
@@ -197,7 +198,7 @@ async def send(
         client: an open client.
         endpoint: the server to send to.
         planned: the request to send.
-        record: filled in as the answer arrives; if this call is cancelled, it has everything up to then.
+        record: filled in as the answer arrives. If this call is cancelled, the record has all tokens up to then.
         origin_s: the clock's reading, in seconds, that all times of the record count from.
         on_tokens: called whenever tokens arrive.
         clock: seconds, monotonic.

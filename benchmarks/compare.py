@@ -41,14 +41,14 @@ class Comparison:
     """The servers and workloads of a comparison, and how they are measured.
 
     Attributes:
-        model: its name as results show it.
-        rate: `auto`, `table`, or a number.
+        model: the model's name, as results show it.
+        rate: the value of `--rate`: `auto`, `table`, or a factor for arrival rates (see `benchmarks.calibrate`).
         load: offered load for `auto`, instead of the workload's own.
         batch: number of requests in a calibration's batch, if the server has no `max-batch-size` option.
-        out: folder for results; None: none are written.
-        ignore_eos: whether requests ask for full-length answers.
+        out: folder for results; None: no results are written.
+        ignore_eos: whether requests ask for full-length answers. Requests of chats never do.
         trace: whether a trace of each run is kept beside its result.
-        show: makes the table that is printed when all runs of a workload are done.
+        show: returns the table that is printed when all runs of a workload are done.
     """
 
     targets: Sequence[Target]
@@ -179,14 +179,17 @@ def run_once(
 
 
 def first_error(log: Sequence[str]) -> Sequence[str]:
-    """Return the first error in a server's log: its line, and the two lines below it that say where."""
+    """Return the first line of a server's log that reports an error, and the two lines after it; [] without one."""
     at = next((i for i, line in enumerate(log) if " ERROR " in line), len(log))
     return log[at : at + 3]
 
 
 @contextmanager
 def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator[None]:
-    """Record a trace beside the result if one is wanted. A note says so, because recording takes time."""
+    """Context manager: record a trace of the server beside the run's result, if the comparison asks for traces.
+
+    A note in the run says that a trace was recorded, because recording takes time.
+    """
     if not comparison.trace or comparison.out is None:
         yield
         return
@@ -197,7 +200,12 @@ def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator
 
 
 def _note_the_end(run: Run, died: int | None) -> None:
-    """Note how the server ended. If it died during the run, the run has failed, even if all requests were done."""
+    """Note in the run how its server ended.
+
+    Args:
+        died: the exit code if the server died during the run. Then the run has failed, even if all requests were
+            done. None: the server ran until it was stopped.
+    """
     exit_code = run.server.exit_code
     if died is not None:
         run.status = "failed"
@@ -209,17 +217,17 @@ def _note_the_end(run: Run, died: int | None) -> None:
 
 
 def _endpoint(comparison: Comparison, server: RunningServer, workload: Workload | None = None) -> Endpoint:
-    """Return a server's endpoint. It asks for answers of full length, except in chats or if the server refuses."""
+    """Return a server's endpoint. It asks for answers of full length, unless the workload has chats or
+    `comparison.ignore_eos` is False."""
     chats = workload is not None and workload.chats is not None
     full = comparison.ignore_eos and not chats
     return replace(server.endpoint, ignore_eos=full, api_key=comparison.api_key)
 
 
 def _calibrations(comparison: Comparison, progress: Progress) -> Mapping[str, Calibration]:
-    """Return each workload's calibration, by name.
+    """Return each workload's calibration, by the workload's name.
 
-    The first target's server is started to measure its capacity, unless `--rate` fixes the rates or no workload
-    has a rate.
+    If `--rate` is `auto` and any workload has a rate, the first target's server is started to measure its capacity.
     """
     if comparison.rate != "auto":
         return {workload.name: fixed_factor(workload, comparison.rate) for workload in comparison.workloads}

@@ -1,7 +1,7 @@
 """`make demo`: shows the answers of a server, then compares all phases on the same requests.
 
 All requests are sent over HTTP. First the latest phase serves the bundled model to a few clients at once. Then
-every phase in turn serves a model of a more usual size to the clients of the `mixed` workload.
+every phase in turn serves a larger model, with random weights, to the clients of the `mixed` workload.
 
 `--model smollm2` fetches a real chat model first, and asks it a question. Then all phases serve this model.
 """
@@ -33,7 +33,7 @@ from common.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
 MEASURED_MODEL = "dummy:llama-60m"
-MOST_TOKENS = 600  # of a story: the model ends nearly all of its stories before
+MOST_TOKENS = 600  # limit of a story's length: the model ends nearly all of its stories before it
 #: Beginnings as in the model's training text (`common.zoo.text`), so that it can continue and end the stories.
 PROMPTS = (
     "Once there was a young owl named Nora.",
@@ -49,7 +49,7 @@ ENDED = {"eos": "by itself", "length": "cut"}
 
 
 async def stream_all(endpoint: Endpoint) -> list[tuple[AnswerReader, RequestRecord]]:
-    """Send all prompts at once, and return the answers and their times."""
+    """Send all of `PROMPTS` at once. Returns each prompt's answer and the record of its times."""
     requests = [PlannedRequest(index, 0.0, text, 0, MOST_TOKENS) for index, text in enumerate(PROMPTS)]
     records = [new_record(request) for request in requests]
     origin_s = time.monotonic()
@@ -62,7 +62,7 @@ async def stream_all(endpoint: Endpoint) -> list[tuple[AnswerReader, RequestReco
 
 
 def write(phase: str, console: Console) -> None:
-    """Serve a few clients at once, and print what they read.
+    """Start a server, send it all of `PROMPTS` at once, and print each answer with its times.
 
     Raises:
         RuntimeError: a client got no answer.

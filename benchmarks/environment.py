@@ -1,6 +1,6 @@
-"""The machine of a measurement: its parts, versions and revision, and the cores that other programs take.
+"""Describes the machine of a measurement: hardware, package versions, git revision, cores that other programs use.
 
-It contains no names of hosts, users or folders.
+The description contains no names of hosts, users or folders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = (
 )
 
 SAMPLE_S = 0.4
-BUSY_SHARE = 0.15  # of the machine; a desktop at rest stays below
+BUSY_SHARE = 0.15  # share of all cores; the programs of an idle desktop use less
 
 
 def describe_environment() -> dict[str, Any]:
@@ -77,11 +77,11 @@ def cpu_name() -> str:
 
 
 def git_revision() -> str | None:
-    """Return the commit measured, with `+` behind it if files differ from it; None outside a repository."""
+    """Return the checked-out commit, with a `+` at its end if files differ from it; None outside a repository."""
     here = Path(__file__).resolve().parent
     try:
         revision = _git(here, "rev-parse", "--short=12", "HEAD")
-        # Results are written during a measurement, and are no change of the code.
+        # Result files are written during a measurement. They are no change of the code.
         changed = _git(here, "status", "--porcelain", "--", ":/", ":(exclude)results")
     except (OSError, subprocess.CalledProcessError):
         return None

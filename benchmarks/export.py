@@ -1,4 +1,6 @@
-"""Writes a dummy's weights, or a GGUF file's dequantized ones, as a Hugging Face folder for other servers.
+"""Writes a model as a Hugging Face folder, for other servers.
+
+A dummy model is written with its random weights, a GGUF file with dequantized weights.
 
 `python -m benchmarks export llama-135m FOLDER`, `python -m benchmarks export smollm2 FOLDER`
 """
@@ -45,7 +47,8 @@ def export(name: str, folder: Path, dtype: str = "auto") -> None:
     gives other weights.
 
     Raises:
-        StartupError: there is no such model, it is in a folder already, or `folder` is not empty.
+        StartupError: there is no such model, the model is in a Hugging Face folder already, config.json cannot
+            describe it, or `folder` is not empty.
     """
     checkpoint = open_checkpoint(name)
     if checkpoint.folder is not None:
@@ -75,7 +78,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the object in config.json. StartupError: transformers has no such config."""
+    """Return the content of config.json. Raises StartupError if config.json cannot describe the model."""
     if isinstance(checkpoint, GGUFCheckpoint):
         config = config_of(checkpoint.file)
         if config["rope_parameters"].get("rope_type") == "divided":

@@ -66,8 +66,9 @@ class Together:
     """Runs that may be compared: runs of one workload and model that were measured together.
 
     Attributes:
-        folder: where their files lie, below the results: "" or, say, "h200".
-        latencies: by server label, if the runs were published: most published runs have no requests.
+        folder: the folder of their files, relative to the results folder: "" or, for example, "h200".
+        latencies: each server's latencies, by its label. Only published runs have them here, because most published
+            runs keep no requests.
     """
 
     folder: str
@@ -102,7 +103,7 @@ class Together:
 
     @property
     def swept(self) -> set[str]:
-        """Return the options in which columns of one phase differ; none for a plain comparison."""
+        """Return the names of the options in which columns of one phase differ; empty for a plain comparison."""
         return {name for run in self.runs for name in run.server.variant}
 
 
@@ -110,7 +111,7 @@ class Together:
 
 
 def run_folders(results: Path) -> list[Path]:
-    """Return the folders with runs: the folder of results and its subfolders, without those of measured tables."""
+    """Return `results` and its subfolders that have JSON files, without the folders of measured tables."""
     return sorted({path.parent for path in results.rglob("*.json")} - set(results.rglob(TABLES)))
 
 
@@ -175,7 +176,8 @@ def publish(
 ) -> list[Together]:
     """Write the complete comparisons of one folder as published files, and return them.
 
-    Comparisons that `out` has already stay there. The one with the same name is replaced.
+    Comparisons that `out` has already stay there. If a new comparison has the same name, workload and model as an
+    old one, it replaces the old one.
 
     Args:
         source: a folder with runs; folders below it are not looked at.
@@ -272,11 +274,12 @@ def _unpacked(packed: Packed, timelines: Packed, folder: str) -> Together:
     return Together(folder, runs, latencies)
 
 
-TICKS = 10**DIGITS  # of a second: files store times as whole numbers of ticks
+TICKS = 10**DIGITS  # in a second: files store times as whole numbers of ticks
 
 
 def _columns(requests: Sequence[RequestRecord]) -> Packed:
-    """Return a list for each field of the requests. Times are in ticks, times of tokens as differences."""
+    """Return the requests as one list for each field. Times are in ticks. A token's time is stored as the
+    difference from the time of the token before."""
     found: Packed = {}
     for name in RequestRecord.model_fields:
         values = [getattr(record, name) for record in requests]

@@ -1,7 +1,8 @@
 """The load generator: sends a plan's requests on time and returns their timelines.
 
-It runs in a process of its own, so that no progress bar takes its processor time; the report has the processor time
-of that process. `run_load` starts the process, and `generate_load` runs in it.
+The load generator runs in a process of its own, so that the progress bar takes no processor time from it. The
+report shows how much processor time that process used. `run_load` starts the process, and `generate_load` runs in
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.workloads import PlannedRequest
 
 START_DELAY_S = 0.05  # between the warm-up's end and the first request
 WATCH_EVERY_S = 0.1
-NO_STEPS = 2**53  # asks telemetry for its counters only
+NO_STEPS = 2**53  # later than any step: `/telemetry` then returns counters and no steps
 
 Progress = Callable[[int, int, int], None]  # finished, failed, total
 
@@ -35,9 +36,9 @@ class LoadPlan:
     """The requests to send, where to, and when to give up.
 
     Attributes:
-        requests: in the order they are sent.
-        warmup: sent first, together; not part of the result.
-        sequential: send a request only when the one before has ended; send times are ignored.
+        requests: the measured requests, in the order they are sent.
+        warmup: requests that are sent first, all at once, and are not part of the result.
+        sequential: send each request only when the one before has ended. Planned send times are ignored.
         stall_timeout_s: give up if no stream brings a token for this many seconds.
         run_timeout_s: give up if the whole run takes longer than this.
     """
@@ -89,7 +90,7 @@ def _generate(plan: LoadPlan, results: Connection) -> None:
 def run_whole_load(
     endpoint: Endpoint, requests: Sequence[PlannedRequest], warmup: Sequence[PlannedRequest] = ()
 ) -> LoadResult:
-    """Send requests, and raise if any of them fails.
+    """Send requests in a new process and return the result, in which no request has failed.
 
     Raises:
         RuntimeError: a request failed.
@@ -119,7 +120,7 @@ class _Run:
         self._last_sign_of_life = self.origin_s
 
     async def everything(self) -> None:
-        """Send all requests at their times, until every one has ended or the watchdog gives up."""
+        """Send all requests at their times. Returns when all have ended or were cancelled by the watchdog."""
         tasks = [asyncio.create_task(job) for job in self._jobs()]
         watchdog = asyncio.create_task(self._watch(tasks))
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -148,7 +149,7 @@ class _Run:
             except ValueError as error:
                 record.error = str(error)
                 return
-            planned = replace(turn, prompt=before + turn.prompt)  # type: ignore[operator]  # both have one form
+            planned = replace(turn, prompt=before + turn.prompt)  # type: ignore[operator]  # both text or both ids
             answer = await self._send(planned, record)
 
     async def _one_after_the_other(self, pairs: list[tuple[PlannedRequest, RequestRecord]]) -> None:
@@ -185,7 +186,7 @@ class _Run:
     async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
         """Cancel the run if no stream brings a token for `stall_timeout_s`, or after `run_timeout_s`.
 
-        A single slow request among others is no stall: it may be queued.
+        One request without tokens is no stall while other streams bring tokens: it may be queued.
         """
         limit = self.plan.stall_timeout_s
         while self.abort is None:
@@ -200,7 +201,8 @@ class _Run:
 
 
 async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadResult:
-    """Warm up, then run the plan. The server's errors are in the records and not raised."""
+    """Send the warm-up requests, then the plan's requests. The server's errors are noted in the records of their
+    requests and not raised."""
     # No limit on connections: a request that waits for a free one would be the client's delay, not the server's.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     # Reading has no timeout: the watchdog decides whether the server is stuck.
@@ -231,7 +233,8 @@ async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None)
 
 
 async def read_telemetry(client: httpx.AsyncClient, url: str, *, since_step: int) -> dict[str, Any] | None:
-    """Return the engine's counters, and its steps from `since_step` on; None: no telemetry, or no server."""
+    """Return the engine's counters, and its steps from `since_step` on. Returns None if the server has no telemetry
+    or does not answer."""
     steps: list[dict[str, Any]] = []
     while True:
         page = await _read_page(client, url, since_step)
@@ -258,6 +261,6 @@ async def _warm_up(plan: LoadPlan, client: httpx.AsyncClient) -> None:
         send(client, plan.endpoint, planned, new_record(planned), origin_s=time.monotonic())
         for planned in plan.warmup
     ]
-    # Errors are ignored here: a server that fails these requests fails the run's, and those errors are reported.
+    # Errors are ignored here. A server that fails these requests fails the run's requests, too, which is reported.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*jobs), plan.stall_timeout_s)

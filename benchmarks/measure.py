@@ -33,7 +33,7 @@ class Measurement:
     """Settings of a run that are the same for all servers of a comparison.
 
     Attributes:
-        slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps, in seconds.
+        slo_ttft_s, slo_itl_s: objectives for the first token and for gaps between tokens, in seconds.
         stall_timeout_s: a run ends if no stream brings a token for this many seconds.
     """
 
@@ -61,7 +61,7 @@ def blank_run(
     lineup: Lineup,
     repeat: int = 1,
 ) -> Run:
-    """Return the result of a run that has not been measured yet; its status is failed."""
+    """Return the result of a run that has not been measured yet. Its status is `failed` until `measure` sets it."""
     return Run(
         comparison=measurement.comparison,
         repeat=repeat,
@@ -138,7 +138,11 @@ def fill_in(run: Run, result: LoadResult, measurement: Measurement, *, full_leng
 
 
 def judge(run: Run, abort: str | None) -> tuple[Status, str | None]:
-    """Return a run's status, and the reason if it is not ok."""
+    """Return a run's status, and the reason if it is not `ok`.
+
+    Args:
+        abort: why the load generator ended the run before its time; None: it did not.
+    """
     metrics = run.metrics
     assert metrics is not None
     errors = [record.error for record in run.requests if record.error is not None]

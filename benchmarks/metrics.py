@@ -1,4 +1,4 @@
-"""Computes metrics from timelines."""
+"""Computes a run's metrics from the timelines of its requests and from the engine's counters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def distribution(values: Sequence[float], limit: int = 300) -> Distribution:
     ordered = sorted(values)
     places = list(range(len(ordered)))
     if len(ordered) > limit:
-        # Evenly spaced points would leave out the tail, which matters most: half of them go to the last 5 %.
+        # Evenly spaced points would leave out the tail, which matters most: half of the points show the last 5 %.
         coarse, fine = limit // 2, limit - limit // 2
         bend = 0.95 * (len(ordered) - 1)
         places = sorted(
@@ -73,7 +73,7 @@ def summarize(
     Latencies and throughput are those of completed requests; `errors` and `slo_attainment` count all.
 
     Args:
-        records: of one run.
+        records: the requests of one run.
         slo_ttft_s: objective for the first token, in seconds.
         slo_itl_s: objective for the gaps between tokens, in seconds.
         full_length: whether answers must have `max_tokens` tokens; if so, `short` counts shorter answers.
@@ -120,7 +120,7 @@ def summarize_server(
     Args:
         before: counters when the run began.
         after: counters when it had ended.
-        steps: the step records of that time that were still kept.
+        steps: the records of the steps in between, as far as the server still kept them.
     """
     count = {name: after[name] - before.get(name, 0) for name in after}
     decoding = [step["decode_tokens"] for step in steps if step["decode_tokens"]]
@@ -141,7 +141,12 @@ def summarize_server(
 
 
 def server_metrics(count: Mapping[str, Any], **of_steps: Any) -> ServerMetrics:
-    """Return the engine's metrics from its counters, and from values that the caller computed from the steps."""
+    """Return the engine's metrics.
+
+    Args:
+        count: the engine's counters, for this run alone.
+        of_steps: fields of `ServerMetrics` that the caller has computed from the steps.
+    """
     wasted = count["padded_tokens"] + count["idle_rows"]
     computed = count["decode_tokens"] + count["prefill_tokens"] + wasted
     same = ("steps", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows", "preemptions", "busy_s")

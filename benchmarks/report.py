@@ -26,11 +26,12 @@ FIRST_PEER = 100.0  # `ServerInfo.order` of a peer is at least this; of a phase 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table.
+    """A metric, which is one line of the full table.
 
     Attributes:
-        value: reads the metric from a run; None if the run does not have it.
-        better: "high", "low", or "" if neither is better.
+        value: returns the metric of a run; None if the run does not have it.
+        show: formats a value.
+        better: "high" or "low", the direction that is better; "" if neither is.
     """
 
     title: str
@@ -39,7 +40,7 @@ class Line:
     better: str = ""
 
     def is_worse(self, before: float, value: float) -> bool:
-        """Return whether a value is worse than the one before; False for a metric without a better direction."""
+        """Return whether `value` is worse than `before`; False for a metric without a better direction."""
         return value < before if self.better == "high" else self.better == "low" and value > before
 
 
@@ -48,7 +49,7 @@ def _client(read: Callable[[Metrics], Value]) -> Callable[[Run], Value]:
 
 
 def _arrival_rate(run: Run) -> Value:
-    """Return the arrival rate, if the workload has one. A burst's rate would only be the client's speed."""
+    """Return the arrival rate, or None if the workload has no rate. A burst's rate would be the client's speed."""
     return None if run.workload.rate is None or run.metrics is None else run.metrics.arrival_rate
 
 
@@ -62,7 +63,7 @@ def _where_shared(name: str) -> Callable[[Run], Value]:
 
 
 def _guessed_share(run: Run) -> Value:
-    """Return the share of output tokens that were confirmed guesses; None for a server that guesses none.
+    """Return the share of output tokens that were confirmed guesses; None for a server that makes no guesses.
 
     A request gets its first token from the pass that ends its prompt, and then one from each decode step. All other
     tokens were guesses.
@@ -123,7 +124,7 @@ LINES: Sequence[Line] = (
 LEAST_GUESSED = (
     0.02  # a run without guesses counts a few tokens more or less, such as those of a cancelled request
 )
-ALIKE = 0.1  # values that differ by less, relative to the one compared with, count as equal
+ALIKE = 0.1  # values that differ by at most this share of the compared value count as equal
 SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
 
 
@@ -140,7 +141,7 @@ def typical(runs: Sequence[Run]) -> Run:
 
 
 def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group runs by server, servers in their order."""
+    """Return a list of runs for each server, sorted by the servers' `order`."""
     labels = {run.server.label: run.server.order for run in runs}
     ordered = sorted(labels, key=lambda label: (labels[label], label))
     return [[run for run in runs if run.server.label == label] for label in ordered]
@@ -160,7 +161,7 @@ def repetition(runs: Sequence[Run]) -> str:
 
 
 def best_of(values: Sequence[Value], better: str) -> Value:
-    """Return the best value of a line; None: no direction is better, or all values are equal."""
+    """Return the best value; None if no direction is better, there is only one value, or all values are equal."""
     known = [value for value in values if value is not None]
     if not better or len(known) < 2 or min(known) == max(known):
         return None
@@ -170,7 +171,7 @@ def best_of(values: Sequence[Value], better: str) -> Value:
 def report(runs: Sequence[Run]) -> Group:
     """Return the table of a comparison with every metric, a title above and notes below.
 
-    Runs that are not complete have no part in the medians; the notes name them.
+    Runs that are not complete do not count in the medians. The notes name these runs.
     """
     table = Table()
     table.add_column("", no_wrap=True)
@@ -209,7 +210,7 @@ def summary(runs: Sequence[Run]) -> Group:
 
 
 def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
-    """Format the values of a line, the best with a star and in green. The others keep a star's place free."""
+    """Format the values of a metric. The best value is green with a star; the others end with a space instead."""
     best = best_of(values, line.better)
     cells = []
     for value in values:
@@ -251,14 +252,20 @@ def _title(runs: Sequence[Run]) -> Text:
 
 
 def medians_of(columns: Sequence[Sequence[Run]], line: Line) -> list[Value]:
-    """Return the median of a line's metric for each column of runs, over those that are complete."""
+    """Return the median of a metric for each server, over its complete runs. A column is a server's runs."""
     return [median_of((run for run in repeats if run.status == "ok"), line) for repeats in columns]
 
 
 def cells_of(
     line: Line, values: Sequence[Value], bases: Sequence[int | None], strong: str = "[bold]{}[/bold]"
 ) -> list[str]:
-    """Return the cells of a line: each value, the best one as `strong` formats it, and its ratio to its base."""
+    """Return a metric's cells for a row of a table: each value, and its ratio to the value it is compared with.
+
+    Args:
+        values: the metric's value for each column.
+        bases: for each column the index of the column that it is compared with; None: no column.
+        strong: the format of the best value.
+    """
     best = best_of(values, line.better)
     cells = []
     for value, base in zip(values, bases, strict=True):
@@ -274,7 +281,10 @@ def cells_of(
 
 
 def bases_of(columns: Sequence[Sequence[Run]]) -> list[int | None]:
-    """Return the column that each column's ratios refer to; None for the first phase, or without phases."""
+    """Return for each column the index of the column that it is compared with; None if there is no such column.
+
+    A variant is compared with the first column of its phase. All others are compared with the phase before.
+    """
     first_of: dict[int, int] = {}  # phase -> its first column
     bases: list[int | None] = []
     for index, repeats in enumerate(columns):

@@ -30,13 +30,13 @@ class RequestRecord(_Model):
     """One request's timeline.
 
     Attributes:
-        scheduled_s: when it was due.
-        sent_s: when it was written to the socket; None: never.
+        scheduled_s: when the request was due.
+        sent_s: when the client began to send the request; None: never.
         token_times_s: when each token arrived.
         finished_s: when the answer ended, complete or with an error.
         prompt_tokens: length of the prompt as planned; `prompt_tokens_counted` is the server's own count.
         completion_tokens: the server's count; without one, the number of tokens that arrived.
-        status: of the HTTP answer; None: there was none.
+        status: the status code of the HTTP answer; None: there was no answer.
     """
 
     index: int
@@ -54,13 +54,13 @@ class RequestRecord(_Model):
 
     @property
     def ttft_s(self) -> float:
-        """Return the time to first token, of a request that has one."""
+        """Return the time to first token. The request must have a token."""
         assert self.sent_s is not None
         return self.token_times_s[0] - self.sent_s
 
     @property
     def latency_s(self) -> float:
-        """Return the time from sending to the end of the answer, of a request that has both."""
+        """Return the time from sending to the end of the answer. The answer must have ended."""
         assert self.sent_s is not None
         assert self.finished_s is not None
         return self.finished_s - self.sent_s
@@ -90,7 +90,7 @@ class Generator(_Model):
     Attributes:
         cpu_s: processor time of the generator's process while the run lasted.
         wall_s: the run's length.
-        max_lag_s: the longest time that a request was sent after it was due.
+        max_lag_s: the longest delay between the time at which a request was due and its sending.
     """
 
     cpu_s: float = 0.0
@@ -108,7 +108,7 @@ class LoadResult(_Model):
 
     Attributes:
         origin_s: the machine's monotonic clock when the run's clock was at zero.
-        abort: why the run was ended before its time, if it was.
+        abort: why the watchdog ended the run early; None: it did not.
         telemetry_before, telemetry_after: the server's `/telemetry` before and after the run; None: it has none.
     """
 
@@ -143,14 +143,19 @@ class Percentiles(_Model):
 
 
 class Distribution(_Model):
-    """Latencies reduced to points: for each of `seconds`, the number of latencies up to it. The last counts all."""
+    """The distribution of many latencies, reduced to some points.
+
+    Attributes:
+        seconds: some of the latencies, in ascending order.
+        counts: for each of them the number of latencies up to it. The last one counts all latencies.
+    """
 
     seconds: list[float]
     counts: list[int]
 
     @property
     def shares(self) -> list[float]:
-        """Return the share of all latencies at or below each point."""
+        """Return for each of `seconds` the share of all latencies up to it."""
         return [count / self.counts[-1] for count in self.counts]
 
 
@@ -158,7 +163,7 @@ class Metrics(_Model):
     """Metrics that clients see. Latencies are None if no request got that far.
 
     Attributes:
-        duration_s: from the first request's sending to the last one's end.
+        duration_s: from the first request's sending to the end of the last answer.
         output_tokens: tokens of completed requests only.
         longest_stall_s: the longest that any client waited between two tokens.
         slo_attainment: share of all requests that completed and met both objectives.
@@ -194,7 +199,7 @@ class ServerMetrics(_Model):
         cached_share: the share of prompt tokens found in the prefix cache: its hit rate.
         evictions: blocks evicted from the prefix cache.
         kv_used_mean, kv_reserved_mean: tokens of KV memory, averaged over the time in which steps ran.
-        missing_steps: steps that had left the ring buffer before it was read; 0 means `steps` is complete.
+        missing_steps: steps whose records had left the server's ring buffer before it was read.
     """
 
     steps: int
@@ -221,7 +226,7 @@ class Calibration(_Model):
     Attributes:
         mode: auto (measured), table (factor 1), or given (by `--rate`).
         factor: multiplies the rate in `workloads.toml`.
-        capacity: requests per second of this workload's average request, measured; None: not measured.
+        capacity: measured requests per second, all of the workload's mean lengths; None: not measured.
         reference: the capacity that the rate in `workloads.toml` assumes, in the same unit.
         batch: requests at once while measuring.
         rounds_s: how long each round took.
@@ -253,11 +258,11 @@ class ServerInfo(_Model):
 
     Attributes:
         label: its column in a table, such as `phase 5`.
-        order: where that column stands; phases by their number, peers after them.
-        options: the options it was started with; None: it ran already.
+        order: the sort key of that column: a phase's number; more for peers, which stand after the phases.
+        options: the options that the server was started with; None: it ran already.
         variant: the options that distinguish it from other columns of the same phase, in a sweep.
-        version: its answer at /version.
-        log: the last lines it printed, if the run is not ok.
+        version: the server's answer at /version.
+        log: the last lines that the server printed, if the run is not `ok`.
     """
 
     label: str
@@ -271,11 +276,11 @@ class ServerInfo(_Model):
 
 
 class Lineup(_Model):
-    """The runs that a complete comparison has of each workload.
+    """The runs that a complete comparison has for each workload.
 
     Attributes:
-        servers: labels, one a column.
-        repeats: runs of each.
+        servers: the servers' labels.
+        repeats: the number of runs of each server.
     """
 
     servers: list[str]
@@ -289,7 +294,7 @@ class Run(_Model):
         comparison: runs with the same name were measured together and may be compared.
         lineup: the runs that the complete comparison has; None: only this run.
         notes: reasons to doubt the numbers, such as requests that were sent late.
-        engine_steps: the engine's telemetry, one list per column.
+        engine_steps: the records of the engine's steps, one list for each field of a record.
     """
 
     schema_version: int = SCHEMA

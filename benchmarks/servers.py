@@ -35,8 +35,8 @@ class Setup:
     """Options that all servers of a comparison have in common.
 
     Attributes:
-        slots: sequences of full length that fit the KV memory. Every phase gets memory for `slots × max_seq_len`
-            tokens.
+        slots: the KV memory, as a number of sequences of full length. Every phase gets memory for
+            `slots × max_seq_len` tokens.
         extra: further options, by phase number (`6`) or for `all`.
     """
 
@@ -59,11 +59,11 @@ BLOCK_SIZE = 16
 SEQUENCES_PER_SLOT = 3  # paged phases compute this many sequences in the memory of one full-length slot
 
 
-FIRST_WITH_BLOCKS = 6  # phases before it have a slot of full length for each sequence
+FIRST_WITH_BLOCKS = 6  # earlier phases reserve memory of full length for each sequence
 
 
 def memory_options(phase: int, setup: Setup) -> Options:
-    """Return a phase's options of memory and batch size. All phases get the same number of bytes."""
+    """Return the options that set a phase's KV memory and batch size. All phases get the same KV memory."""
     if phase < FIRST_WITH_BLOCKS:
         return {"max-batch-size": str(setup.slots)}
     return {
@@ -75,16 +75,16 @@ def memory_options(phase: int, setup: Setup) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that can be started.
+    """A server to measure, and how to start it.
 
     Attributes:
-        label: its column in tables and plots.
-        order: where that column stands.
+        label: the heading of its column in tables and plots.
+        order: the sort key of that column.
         module: run as `python -m module`; None if `program` or `url` is given.
-        options: the options it is started with.
+        options: the options that it is started with.
         variant: the options that distinguish it from other columns of the same phase, in a sweep.
         program: the command to run if `module` is None.
-        environment: variables that it gets beside this process's own.
+        environment: environment variables that it gets in addition to those of this process.
         url: a server that runs already; nothing is started then.
         request_fields: extra fields in the body of every request to this server.
     """
@@ -129,7 +129,7 @@ def find_phase_module(name: str) -> str:
     return matches[0]
 
 
-VARIANT_STEP = 0.001  # between the columns of one phase's variants
+VARIANT_STEP = 0.001  # difference in `Target.order` between two variants of one phase
 
 
 def phase_target(name: str, setup: Setup, variant: Options | None = None, place: int = 0) -> Target:
@@ -169,7 +169,7 @@ def copy_target(text: str, setup: Setup) -> Target:
     """Return how to start a phase with the files of a folder in place of its own (see `tutor.overlay`).
 
     Args:
-        text: `5=learn/phase5`.
+        text: the phase and the folder, such as `5=learn/phase5`.
         setup: the options that all servers have in common.
 
     Raises:
@@ -191,7 +191,8 @@ class RunningServer:
 
     Args:
         target: how to start it.
-        start_timeout_s, stop_timeout_s: seconds until it must answer, and until it is killed after SIGTERM.
+        start_timeout_s: seconds until the server must answer.
+        stop_timeout_s: seconds after SIGTERM until the server is killed.
         own_group: start it in a process group of its own, which Ctrl-C in the terminal does not reach.
 
     Attributes:
@@ -348,7 +349,7 @@ def served_model(client: httpx.Client, url: str) -> str:
 
 
 def server_version(client: httpx.Client, url: str) -> dict[str, Any] | None:
-    """Return a server's /version; None: it has none."""
+    """Return a server's answer at /version; None if it has no such route."""
     try:
         response = client.get(f"{url}/version")
         version = response.json() if response.status_code == 200 else None

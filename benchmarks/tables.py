@@ -20,15 +20,15 @@ Cell = int | float | str | None
 
 
 class MeasuredTable(BaseModel):
-    """A measured table.
+    """A table of measured numbers, with the conditions of its measurement.
 
     Attributes:
-        name: name of the program and of the file.
+        name: the name of the table and of its file.
         title: what the rows are about.
         setup: the conditions of the measurement, by name.
         columns: headings, with units.
         rows: a cell for each column; None where nothing was measured.
-        local: found among the reader's own results; not in the file.
+        local: whether the table was read from the reader's own results; not stored in the file.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,7 +60,7 @@ class MeasuredTable(BaseModel):
 
 
 def show(cell: Cell) -> str:
-    """Format a cell; a number that is not whole has three digits."""
+    """Format a cell. A float has three significant digits, or no decimals from 100 on."""
     if cell is None:
         return "–"
     if isinstance(cell, float):
@@ -69,7 +69,7 @@ def show(cell: Cell) -> str:
 
 
 def newest_table(name: str, results: Path) -> MeasuredTable | None:
-    """Return the newest table of a name below a folder of results; None: it was not measured."""
+    """Return the newest table with a name below a folder of results; None if it was not measured."""
     return next((table for table in load_tables(results) if table.name == name), None)
 
 

@@ -1,4 +1,4 @@
-"""Keeps a server's trace (`common.trace`) while a run lasts."""
+"""Records a server's trace (`common.trace`) during a run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 
 LONGEST_S = 3600  # of a run's trace: the most that `GET /trace` records
-LINGER_S = 0.3  # servers send what they have recorded ten times a second
+LINGER_S = 0.3  # wait for the run's last events: servers send recorded events ten times a second
 
 
 @contextmanager
 def kept_trace(url: str, path: Path, api_key: str | None = None) -> Iterator[list[str]]:
     """Context manager: record a server's trace into a file until the `with` block ends.
 
-    Yields a list of problems: why there is no trace, or why it ends early. It is empty if the trace is whole.
+    Yields a list of problems: why there is no trace, or why it ends early. If the trace is complete, the list is
+    empty after the block.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     problems: list[str] = []
-    with start_blocking_portal() as portal:  # another thread, which reads while this one measures
+    with start_blocking_portal() as portal:  # a thread that reads the trace while this one measures
         try:
             recording, _ = portal.start_task(_record, url, headers, path)
         except (OSError, httpx.HTTPError) as error:
@@ -68,7 +69,7 @@ async def _record(
 
 
 def completed(trace: bytes) -> bytes:
-    """Return a trace as a whole JSON array. If its last event was cut, that event is left out."""
+    """Return a trace as a complete JSON array. If the trace breaks off within an event, that event is left out."""
     if trace.endswith(b"\n]\n"):  # the server has ended it
         return trace
     before, _, last = trace.rpartition(b"\n")

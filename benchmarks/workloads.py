@@ -52,7 +52,7 @@ class Workload:
     """One workload of `workloads.toml`.
 
     Attributes:
-        requests: how many are sent.
+        requests: the number of requests.
         prompts: lengths of prompts, and the share of the requests that draws from each; shares sum to 1.
         new_tokens: tokens asked for; every request generates exactly as many (`ignore_eos`).
         arrivals: the pattern of send times.
@@ -195,7 +195,7 @@ class PromptWriter:
         return self._tokenizer.encode(rendered.removeprefix(start), add_special_tokens=False)
 
     def as_text(self, token_ids: list[int]) -> str:
-        """Return the text of a prompt. A server that tokenizes it may count a token more or less at its end."""
+        """Return the text of a prompt. A server that tokenizes it may count one token more or less at its end."""
         return self._tokenizer.decode(token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
@@ -208,7 +208,7 @@ def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.R
     Args:
         arrivals: the pattern.
         count: how many requests.
-        rate: requests per second; patterns without one ignore it.
+        rate: requests per second; patterns without a rate ignore it.
         rng: the generator for random patterns.
     """
     match arrivals:
@@ -254,10 +254,10 @@ def build(
     Args:
         workload: a kind of traffic, from `workloads.toml`.
         writer: makes the prompts.
-        seed: another seed is another draw of lengths, texts and arrivals.
+        seed: another seed draws other lengths, texts and arrivals.
         factor: arrival rates are multiplied by this; the pattern stays the same.
-        quick: fewer requests.
-        text: prompts as text instead of token ids.
+        quick: whether to build a quarter of the requests (`Workload.count`).
+        text: whether prompts are text instead of token ids.
     """
     if workload.chats is None:
         plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
@@ -271,7 +271,8 @@ def build(
 def planned_requests(
     workload: Workload, write: Write, *, seed: int = 0, factor: float = 1.0, quick: bool = False
 ) -> Iterator[PlannedRequest]:
-    """Yield the requests of a workload as token ids. Each is made when asked for, so there may be millions."""
+    """Yield the requests of a workload, with prompts as token ids. A prompt is written when its request is yielded,
+    so there may be millions of requests."""
     count = workload.count(quick=quick)
     # Each kind of draw has its own generator, so that a longer prompt does not move the arrivals.
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
@@ -298,7 +299,8 @@ def planned_requests(
 def _planned_chats(
     workload: Workload, kind: str, writer: PromptWriter, *, seed: int, factor: float, quick: bool
 ) -> Iterator[PlannedRequest]:
-    """Yield the requests of a workload whose prompts are a user's messages. Their lengths are the texts' own."""
+    """Yield the requests of a workload of chats. Each prompt is a user's message, and its length is that of its
+    text."""
     clients = workload.count(quick=quick) // workload.turns
     chats = CHATS[kind](random.Random(f"{workload.name}:{seed}:texts"), clients, workload.turns)
     lengths = random.Random(f"{workload.name}:{seed}:lengths")
@@ -320,7 +322,7 @@ def _times_of(workload: Workload, count: int, seed: int, factor: float) -> list[
 
 
 def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> list[int]:
-    """Draw prompt lengths in random order, each share exactly as large as the table says."""
+    """Draw prompt lengths in random order. Each entry of `workload.prompts` gets exactly its share of requests."""
     drawn: list[int] = []
     due = 0.0
     for share, lengths in workload.prompts:

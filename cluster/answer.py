@@ -13,7 +13,7 @@ ERROR, UNAVAILABLE = 400, 503
 
 
 class Answer:
-    """One client's answer.
+    """Sends one client's answer, part by part.
 
     Attributes:
         begun: whether a byte was sent. Until then another replica can answer the request.

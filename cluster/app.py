@@ -28,9 +28,9 @@ from common.server.options import CommonOptions, UsageError
 
 NAME = "infer"  # of the application
 
-REPORT_S = 0.5  # between a replica's reports to routers
-HEALTH_S = 2.0  # between two health checks of a replica
-WAIT_S = 60.0  # that a request waits for a replica before it is answered 503
+REPORT_S = 0.5  # seconds between a replica's reports to routers
+HEALTH_S = 2.0  # seconds between two health checks of a replica
+WAIT_S = 60.0  # seconds that a request waits for a replica before it is answered 503
 SPARE = 32  # extra requests for each replica: refused by its engine, or only reading its state
 
 #: A resource that Ray gives to one node of each cluster. The front runs there, beside Ray's own head process: if
@@ -123,7 +123,10 @@ def _number(plan: Plan) -> dict[str, Any]:
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas that Serve asks for: see `replicas_for`."""
+    """Return the number of replicas to run for the reported loads (`replicas_for`), and an empty state.
+
+    Serve calls this. While some replicas have not reported, the number stays as it is.
+    """
     loads = (context.aggregated_metrics or {}).get("load", {})
     if len(loads) < context.current_num_replicas:  # some replicas have not reported yet
         return context.target_num_replicas, {}

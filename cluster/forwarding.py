@@ -81,7 +81,8 @@ class Head:
     """Status and headers of an answer.
 
     Attributes:
-        ends: for a stream, the last events that the front sends if the replica is lost (`common.server.stream`).
+        ends: for a stream, the events that the front ends it with if the replica is lost: an error event of each
+            choice, then the stream's last event (`common.server.stream`).
     """
 
     status: int
@@ -91,15 +92,16 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The indices of a stream's `ends` that the replica has sent by now."""
+    """Indices into the stream's `Head.ends`: the events that the replica itself has sent by now."""
 
     ends: frozenset[int]
 
 
-#: A part of an answer: its head, then bytes of its body. Bytes of a stream are whole events.
+#: A part of an answer: its head, then bytes of its body. In a stream, bytes are whole events, and `Ended` says
+#: which final events the bytes so far contain.
 Part = Head | bytes | Ended
 
-#: A whole answer.
+#: A whole answer: its head and its body.
 Whole = tuple[Head, bytes]
 
 
@@ -133,7 +135,7 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
         return ()
 
 
-#: Parts of an answer that may wait for the front. With more, the app's `send` blocks, and its backlog grows.
+#: Most parts of an answer that may wait for the front. If as many wait, the app's `send` blocks.
 MOST_READY = 16
 
 

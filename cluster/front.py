@@ -133,7 +133,7 @@ class Front:
         self._probed: tuple[float, dict[str, Whole]] = (-HEALTH_AGE_S, {})
         self._probing: asyncio.Task[None] | None = None
         self._draining = False
-        self._answers: set[Answer] = set()  # those that are not complete
+        self._answers: set[Answer] = set()  # answers that are not complete
         self._returning = asyncio.create_task(keep_returning_memory())
         self.guarded = guarded(self._answer, server_options, is_computing=self._is_computing)
         if listen_at is not None:
@@ -159,7 +159,7 @@ class Front:
     # ------------------------------------------------------------------ requests
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, to its end."""
+        """Answer one request. Returns when the answer, or an error, is complete, or the client has left."""
         request = Request(scope, receive)
         answer = Answer(send, request.url.path)
         self._answers.add(answer)
@@ -232,7 +232,8 @@ class Front:
     async def _try_one(self, request: Forwarded, answer: Answer, tried: list[str]) -> bool:
         """Forward the answer of one replica, and add its name to `tried`.
 
-        Returns False if the replica is busy and was not asked before.
+        Returns True once the answer is sent, or False if the replica is busy and was not asked before. Its refusal
+        is then held back.
 
         Raises:
             ApiError: no replica took the request within `wait_s`.
@@ -274,7 +275,8 @@ class Front:
         age_s = now_s - self._probed[0]
         if age_s > HEALTH_AGE_S / 4 and (self._probing is None or self._probing.done()):
             self._probing = asyncio.create_task(ask(now_s))
-            self._probing.add_done_callback(lambda probing: probing.exception())  # if no probe waits for it
+            # Reads the exception: asyncio would log it if no probe waits for the task.
+            self._probing.add_done_callback(lambda probing: probing.exception())
         if age_s > HEALTH_AGE_S:
             assert self._probing is not None, "asked just now, or still being asked"
             await asyncio.shield(self._probing)
@@ -303,7 +305,7 @@ class Front:
 def guarded(app: ASGIApp, options: CommonOptions, *, is_computing: Callable[[], bool]) -> ASGIApp:
     """Return an app behind the checks of keys, hosts and origins, in the order of `create_app`.
 
-    Refusals of all replicas are paced together, here.
+    Refusals of all replicas share one limit on their rate, which is kept here.
 
     Args:
         app: the app.

@@ -20,7 +20,7 @@ def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
     """Return the merged answer to `path`, one of `MERGES`.
 
     A replica that cannot answer (5xx: its engine is dead, or it drains) is left out. If a replica refuses the
-    request (4xx), its error is the merged answer. If no replica can answer, the first error is.
+    request (4xx), its error is the merged answer. If no replica can answer, the first error is the merged answer.
     """
     refusal = _refusal(replies)
     if refusal is not None:

@@ -81,7 +81,8 @@ class Load:
 class LoadTable:
     """The loads of all replicas: the last report of each, and the requests that this router sent since.
 
-    A report is old when it arrives. Without the requests sent since, a whole burst would go to one idle replica.
+    A report is old when it arrives. If requests sent since were not counted, a whole burst would go to one idle
+    replica.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class LoadTable:
         self._numbers: dict[str, int] = {}  # of the latest reports
 
     def report(self, replica: str, load: Load, number: int) -> None:
-        """Store a replica's report. A `number` that was seen before is an old report, and is ignored."""
+        """Store a replica's report, unless `number` is that of its stored report: then it is the same report."""
         if number == self._numbers.get(replica):
             return
         self._numbers[replica] = number
@@ -249,7 +250,7 @@ def prefix_keys(prompt: bytes, salt: bytes = b"", *, block_bytes: int = BLOCK_BY
 
 
 class HolderTable:
-    """A table of the replicas that were sent each key; the least recently used keys are forgotten first.
+    """A table of the replicas that each key of a prompt was sent to. Least recently used keys are forgotten first.
 
     Args:
         capacity: the largest number of pairs of a key and a replica.
@@ -264,7 +265,10 @@ class HolderTable:
         return self._pairs
 
     def longest(self, keys: Iterable[int], replicas: Collection[str]) -> list[str]:
-        """Return the replicas that were sent the longest beginning of `keys`; all of them if none was sent any."""
+        """Return the replicas among `replicas` that were sent the longest beginning of `keys`.
+
+        If none of them was sent the first key, returns all of them.
+        """
         best = list(replicas)
         for key in keys:
             holders = self._holders.get(key, ())
@@ -287,7 +291,7 @@ class HolderTable:
             self._pairs -= len(dropped)
 
     def forget(self, replica: str) -> None:
-        """Remove a replica that is gone."""
+        """Remove a replica from all keys, since it is gone."""
         for key in [key for key, holders in self._holders.items() if replica in holders]:
             self._holders[key].discard(replica)
             self._pairs -= 1

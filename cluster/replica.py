@@ -37,7 +37,7 @@ class Replica:
     Serve calls `check_health`, `record_routing_stats` and `record_autoscaling_stats` by these names.
 
     Args:
-        phase: as `find_phase` takes it.
+        phase: the phase's number or name.
         config: the phase's options.
         options: the server's options (`CommonOptions`).
         created: when the cluster was started, in seconds since 1970. All replicas report it for their model.

@@ -16,7 +16,7 @@ from cluster.policy import POLICIES, Load, LoadTable, Policy, Prefix
 
 
 class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types where it is not installed
-    """Chooses replicas with a policy. The loads include the requests that it has sent since the last report."""
+    """Chooses replicas with a policy. Loads include the requests that this router sent since the last report."""
 
     def initialize_state(self, policy: str, seed: int, margin: float) -> None:
         """Set up the policy. Serve calls this once, with the arguments of the deployment."""

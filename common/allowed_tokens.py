@@ -5,9 +5,9 @@ bad_words = ["fox"]      fox  ->  8 · 9     9 is not sampled after 8
                         _fox  ->  7         7 is never sampled
 ```
 
-As in vLLM, a word is forbidden without and with a space before it, and as the tokens that the tokenizer makes of
-it: a model may still spell it with other tokens. (vLLM forbids the form with a space only if it has as many tokens
-as the other form.)
+As in vLLM, a word is forbidden both with and without a space before it. Only the tokens that the tokenizer makes of
+the word are forbidden, so a model may still spell the word with other tokens. (vLLM forbids the form with a space
+only if it has as many tokens as the other form.)
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy.typing as npt
 
 from common.text import Tokenizer
 
-#: A mask of tokens: [W], token i is allowed if bit i % 32 of word i // 32 is set.
+#: A mask of tokens: [W], words of 32 bits. Token i is allowed if bit i % 32 of word i // 32 is set.
 Mask = npt.NDArray[np.uint32]
 
 
 class AllowedTokens:
-    """The mask of the tokens that may come next, given the latest generated tokens. Immutable.
+    """Makes the mask of the tokens that a request may sample next, from its latest generated tokens. Immutable.
 
     Args:
         num_ids: number of token ids that a mask covers.
         allowed: tokens that may be sampled; None: all.
-        forbidden: token sequences that may not be completed.
+        forbidden: token sequences. The last token of a sequence is not allowed directly after its other tokens.
 
     Attributes:
         context: number of generated tokens that the next token's mask depends on.
@@ -44,7 +44,7 @@ class AllowedTokens:
         bits = np.full(-(-num_ids // 32) * 32, allowed is None)
         bits[list(allowed or ())] = True
         self.context = 0
-        # By the last token but one of a word: all of its tokens but the last, and the last.
+        # Key: the last token but one of a forbidden sequence. Values: (all tokens but the last, the last token).
         self._ends: dict[int, list[tuple[list[int], int]]] = {}
         for *before, last in forbidden:
             if before:
@@ -58,7 +58,7 @@ class AllowedTokens:
     def of(
         cls, tokenizer: Tokenizer, allowed: Collection[int] | None, bad_words: Sequence[str]
     ) -> AllowedTokens | None:
-        """Return the tokens that a request's fields allow; None if they allow all."""
+        """Return the tokens that `allowed_token_ids` and `bad_words` of a request allow; None if they allow all."""
         if allowed is None and not bad_words:
             return None
         spelled = [tokens for word in bad_words for tokens in spellings(tokenizer, word)]
@@ -70,7 +70,7 @@ class AllowedTokens:
         return not self._mask.any()
 
     def mask(self, generated: Sequence[int]) -> Mask:
-        """Return the mask of the next token: [W]. Do not change it.
+        """Return the mask of the tokens that may come next: [W]. The caller must not change it.
 
         Args:
             generated: the latest generated tokens: all of them, or at least the last `context`.
@@ -81,7 +81,7 @@ class AllowedTokens:
 
 
 def without_tokens(mask: Mask, token_ids: Iterable[int]) -> Mask:
-    """Return a copy of a mask without some tokens."""
+    """Return a copy of a mask in which the tokens `token_ids` are not allowed."""
     others = mask.copy()
     for token_id in token_ids:
         others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
@@ -91,7 +91,8 @@ def without_tokens(mask: Mask, token_ids: Iterable[int]) -> Mask:
 def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
     """Return the token lists that spell a word: without a space before it, and with one.
 
-    The second is left out if it ends with the first. The result is empty if the tokenizer drops the word.
+    The second list is left out if it ends with the first: forbidding the first then forbids both. Returns no list
+    if the tokenizer drops all characters of the word.
     """
     alone, inside = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
     if not alone:  # a tokenizer may drop characters

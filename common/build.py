@@ -43,7 +43,7 @@ ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 @dataclass(frozen=True, slots=True)
 class EngineBuilder(Generic[ConfigT]):
-    """A phase's `build_engine`: the classes of its parts. Calling it builds an engine from them.
+    """Builds engines of one phase from the phase's classes. A phase's `build_engine` is an instance of this class.
 
     Attributes:
         phase: the phase's number, name and idea.
@@ -69,9 +69,10 @@ class EngineBuilder(Generic[ConfigT]):
     ) -> Engine:
         """Build an engine around a loaded model and its tokenizer, or around the model that `config.model` names.
 
-        The engine is built in a thread that ends, so the calling thread gets no pool of libgomp workers.
+        The engine is built in a thread that ends afterwards, so the calling thread gets no pool of libgomp workers.
 
         Raises:
+            ValueError: `model` is given without `tokenizer`.
             StartupError: the model cannot be loaded, an option exceeds the model's limits, or memory is short.
         """
         engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
@@ -111,7 +112,11 @@ class EngineBuilder(Generic[ConfigT]):
 
 
 def _default_params(checkpoint: Checkpoint, config: EngineConfig) -> SamplingParams:
-    """Return the sampling parameters of requests that name none. StartupError: the checkpoint's are wrong."""
+    """Return the default sampling parameters of requests, and log them.
+
+    Raises:
+        StartupError: the checkpoint's `generation_config.json` has an invalid value.
+    """
     params, usual = SamplingParams(), SamplingParams()
     if config.generation_config == "auto":
         params = default_params(checkpoint)
@@ -123,15 +128,17 @@ def _default_params(checkpoint: Checkpoint, config: EngineConfig) -> SamplingPar
 
 
 def _resolve(config: ConfigT, model_limit: int) -> ConfigT:
-    """Return the options with `max_seq_len` resolved."""
+    """Return the options with a number for `max_seq_len`, in tokens. StartupError: it is above `model_limit`."""
     return config.model_copy(update={"max_seq_len": config.resolve_max_seq_len(model_limit)})
 
 
 def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, Tokenizer]:
-    """Load a checkpoint's model and tokenizer, and size the options for the device. The rotary tables end at the
-    longest sequence served.
+    """Load a checkpoint's model and tokenizer, and set the sizes in the options that depend on the device.
 
-    Memory is checked before the weights are read, which takes a while.
+    The rotary tables end at `max_seq_len`. Memory is checked before the weights are read, since reading takes long.
+
+    Raises:
+        StartupError: memory is short, or the device cannot compute with the weights.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
@@ -181,10 +188,10 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
 
 
 def _run_every_kind_of_pass(model: CausalLM) -> None:
-    """Run a pass of each kind, so that no request waits for kernels to be compiled on first use.
+    """Run a forward pass of each kind, so that no request waits for kernels to be compiled on first use.
 
-    On a GPU a kernel is compiled when it is first launched. The kernels of a pass depend on whether a decoding
-    sequence is so long that its columns are split.
+    On a GPU a kernel is compiled when it is first launched. If a decoding sequence is longer than `SPLIT_COLUMNS`
+    tokens, attention splits it and uses other kernels.
     """
     columns = min(model.max_positions, SPLIT_COLUMNS + 16)
     prompt = min(8, columns - 1)

@@ -6,8 +6,8 @@ functions ──┬─> chat template: `tools`, if it knows tools         ─┐
             └─> `ToolUse.grammar`: text, or calls that follow their schemas ──> masks of the next token
 ```
 
-A call is written in the syntax of the model's dialect (`common.dialect`), around arguments in JSON. The arguments'
-schema stands in the grammar between the words of the syntax.
+A call is written in the syntax of the model's dialect (`common.dialect`), around arguments in JSON. In the grammar,
+the schema of the arguments stands between the fixed texts of that syntax.
 
 | syntax | one call | several |
 | --- | --- | --- |
@@ -31,7 +31,7 @@ from common.grammar_trial import WHITESPACE
 #: Most calls in one constrained answer. Small models do not know when to stop.
 MAX_CALLS = 16
 
-#: The arguments of a function without a schema, or whose schema need not be followed.
+#: The schema of the arguments if a function has no schema, or if its schema need not be followed.
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -41,7 +41,8 @@ class Function:
 
     Attributes:
         parameters: the JSON Schema of its arguments, which are an object.
-        strict: its arguments follow the schema in every answer, not only where a call is required.
+        strict: in every answer, the grammar makes the arguments follow the schema. If False, only where the request
+            requires a call.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Function:
     strict: bool = False
 
     def as_tool(self) -> dict[str, Any]:
-        """Return the function as chat templates read it."""
+        """Return the function in the form in which chat templates read it: an entry of OpenAI's `tools`."""
         described = {} if self.description is None else {"description": self.description}
         return {
             "type": "function",
@@ -59,7 +60,11 @@ class Function:
 
 
 class Call(NamedTuple):
-    """A call in an earlier message. `arguments` is an object, or the text of a call that the model broke off."""
+    """A call in an earlier message.
+
+    `arguments` is an object. If the arguments' text is no JSON object (say, the model broke the call off), it is
+    that text.
+    """
 
     id: str
     name: str
@@ -67,7 +72,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, call_id: str, name: str, arguments: str) -> Call:
-        """Return a call from the JSON text of its arguments."""
+        """Return a call, given the JSON text of its arguments. An empty text means no arguments."""
         try:
             value = json.loads(arguments or "{}")
         except ValueError:
@@ -75,7 +80,7 @@ class Call(NamedTuple):
         return cls(call_id, name, value if isinstance(value, dict) else arguments)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates read it."""
+        """Return the call in the form in which chat templates read it: an entry of OpenAI's `tool_calls`."""
         return {
             "id": self.id,
             "type": "function",
@@ -87,7 +92,7 @@ class Call(NamedTuple):
 
 
 def written(syntax: CallSyntax, calls: Iterable[Call]) -> str:
-    """Return the text of calls in the syntax of a model."""
+    """Return the text of calls in a syntax, as a model of that syntax would generate it."""
     if syntax == "hermes":
         opener, closer = HERMES_MARKERS
         objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
@@ -119,15 +124,15 @@ _HOW_TO_CALL: dict[CallSyntax, str] = {
 def told_in_messages(
     syntax: CallSyntax, messages: Sequence[Mapping[str, Any]], functions: Sequence[Function]
 ) -> list[dict[str, Any]]:
-    """Return a conversation with tools in plain messages, for a template that knows no tools.
+    """Rewrite a conversation with tools as plain messages, for a chat template that does not support tools.
 
-    The system message describes the functions and how to call one. Calls become an assistant's text. Results in a
-    row become one message of the user.
+    The system message describes the functions and how to call one. Calls become text of the assistant's message.
+    Consecutive results of calls become one user message.
 
     Args:
         syntax: the syntax of calls.
         messages: as chat templates read them, with `tool_calls` as `Call.for_template` returns them.
-        functions: the functions to describe, which may be called; may be empty.
+        functions: the functions that the system message describes. If empty, it describes none.
     """
     told: list[dict[str, Any]] = []
     for message in messages:
@@ -165,9 +170,9 @@ class ToolUse:
 
     Attributes:
         shown: the functions that the prompt describes.
-        callable: the functions among them that it may call, at least one.
-        required: the answer must be a call, or several.
-        parallel: several calls are allowed.
+        callable: the functions among `shown` that the answer may call.
+        required: whether the answer must consist of calls, one or more.
+        parallel: whether one answer may have several calls.
     """
 
     shown: tuple[Function, ...]
@@ -183,14 +188,14 @@ class ToolUse:
     def grammar(
         self, dialect: Dialect, *, thinking: bool = False, otherwise: Mapping[str, Any] | None = None
     ) -> Grammar | None:
-        """Return the grammar of the answer; None if the answer and the calls in it may be any text.
+        """Return the grammar of the answer; None if any text is allowed, so that no grammar is needed.
 
-        Required calls, and calls of strict functions, follow their schemas. Without `parallel` there is one call at
-        most.
+        In the grammar, required calls and calls of strict functions follow their schemas. Without `parallel` there
+        is one call at most.
 
         Args:
-            dialect: the model's; it has a syntax of calls.
-            thinking: the prompt ends within a thought.
+            dialect: the model's dialect. It must have a syntax of calls.
+            thinking: whether the prompt ends within a thought, which the answer continues.
             otherwise: the JSON Schema of an answer that is not a call; None: any text.
         """
         is_free = not self.required and self.parallel and otherwise is None
@@ -200,21 +205,22 @@ class ToolUse:
 
 
 def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: bool) -> Grammar:
-    """Return the grammar of a thought, followed by JSON that matches a schema.
+    """Return the grammar of a thought, followed by an answer in JSON that matches a schema.
 
     Args:
-        schema: a JSON Schema.
-        dialect: the model's, which thinks.
-        thinking: the prompt ends within the thought. Otherwise the answer may have none.
+        schema: the JSON Schema of the answer after the thought.
+        dialect: the dialect of a model that writes thoughts.
+        thinking: whether the prompt ends within the thought. If False, the thought is optional.
     """
     dialect = dataclasses.replace(dialect, calls=dialect.calls or "hermes")  # there are no calls in it
     return Grammar.context_free(_Writer(ToolUse((), ()), dialect, thinking, schema).text_without_calls())
 
 
 class _Writer:
-    """Writes a grammar in llguidance's form of Lark, in which `%json` holds a schema, and `<[7]>` is a token.
+    """Writes a grammar in llguidance's form of Lark. In it, a JSON Schema follows `%json`, and `<[7]>` is the token
+    with id 7.
 
-    Private methods return the part of the grammar that matches the text they name.
+    Each private method returns an expression of the grammar. It matches the text that the method's name says.
 
     ```text
     start: thought (opening call (separator call){0,15} closing | free text)
@@ -234,7 +240,7 @@ class _Writer:
         self._rules: list[str] = ["%llguidance {}", r"ANY: /(.|\n)*/"]
 
     def text(self) -> str:
-        """Return the grammar."""
+        """Return the grammar of an answer: one or more calls, or other text if the request allows it."""
         calls = [self._call(number, function) for number, function in enumerate(self._use.callable)]
         self._rules.append(f"call: {' | '.join(calls)}")
         answer = self._calls()
@@ -246,7 +252,7 @@ class _Writer:
         return "\n".join(self._rules)
 
     def text_without_calls(self) -> str:
-        """Return the grammar of an answer that follows a schema."""
+        """Return the grammar of an answer without calls: JSON that matches the schema `otherwise`."""
         assert self._otherwise is not None, "an answer of any text needs no grammar"
         self._rules.append(f"start: {self._thought()} {_schema(self._otherwise)}")
         return "\n".join(self._rules)
@@ -266,10 +272,15 @@ class _Writer:
         return f"{opening} call {more} {closing}"
 
     def _call(self, number: int, function: Function) -> str:
-        """Return one call, without the opening of its syntax."""
+        """Return an expression for one call of a function. It begins after the text that opens calls.
+
+        Args:
+            number: the function's index, for unique names of rules.
+            function: the called function.
+        """
         is_strict = self._use.required or function.strict
         schema = dict(function.parameters) if is_strict else dict(ANY_OBJECT)
-        schema["type"] = "object"  # the schema may allow others, such as null
+        schema["type"] = "object"  # the schema may allow other types, such as null
         if self._syntax == "pythonic":
             arguments = self._keywords(number, schema) if is_strict else self._any_keywords()
             arguments = arguments or f'"**" {_schema(schema)}'
@@ -287,7 +298,12 @@ class _Writer:
         return f'{_literal(chr(10) + begin)} {_schema(schema)} "}}\\n" {closing}'
 
     def _keywords(self, number: int, schema: Mapping[str, Any]) -> str:
-        """Return arguments as `a=1, b=2`; empty if the schema has conditions that this form cannot express."""
+        """Return an expression for arguments as `a=1, b=2`. Returns "" if this form cannot express the schema.
+
+        Args:
+            number: the function's index, for unique names of rules.
+            schema: the JSON Schema of the arguments.
+        """
         properties, needed = schema.get("properties", {}), schema.get("required", [])
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         says_more = schema.keys() - _PLAIN_KEYS or set(needed) - set(properties)
@@ -312,7 +328,7 @@ class _Writer:
         return f"first_{number}_0"
 
     def _any_keywords(self) -> str:
-        """Return arguments as keywords of any names and values."""
+        """Return an expression for keyword arguments with any names and any JSON values."""
         rules = [r"NAME: /[A-Za-z_][A-Za-z_0-9]*/", f'any: NAME "=" {_schema({})}']
         self._rules += [rule for rule in rules if rule not in self._rules]
         return '(any (", " any)*)?'
@@ -320,7 +336,7 @@ class _Writer:
     # ------------------------------------------------------------------ text and thoughts
 
     def _text_and(self, marker: str) -> str:
-        """Return any text up to a marker, and the marker."""
+        """Return an expression for any text up to a marker, and the marker."""
         if marker in self._dialect.special:
             return f"{self._free_text()} {self._marker(marker)}"
         name = f"to_{marker.strip('</>')}"
@@ -328,13 +344,13 @@ class _Writer:
         return name
 
     def _free_text(self) -> str:
-        """Return text that is not a call, and does not begin like one."""
+        """Return an expression for text without calls that does not begin like a call."""
         if self._syntax != "hermes":
             opening = {"llama3_json": r"\{", "pythonic": r"\[|```tool_code"}[self._syntax]
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
             no_call = rf"[\s\x1c-\x1f]*({opening}{thought})(.|\n)*"
         elif HERMES_MARKERS[0] in self._dialect.special:
-            no_call = rf"(.|\n)*{HERMES_MARKERS[0]}(.|\n)*"  # the marker's letters are no marker
+            no_call = rf"(.|\n)*{HERMES_MARKERS[0]}(.|\n)*"  # its letters are not the marker's token
         else:
             return "ANY"
         rule = f"FREE: ANY & ~/{no_call}/"
@@ -343,7 +359,7 @@ class _Writer:
         return "FREE"
 
     def _thought(self) -> str:
-        """Return the thought before the answer; empty if there is none, or if it is part of the free text."""
+        """Return an expression for the thought before the answer; "" if there is none or free text includes it."""
         opener, closer = THOUGHT_MARKERS
         is_text = self._takes_text and self._syntax == "hermes" and closer not in self._dialect.special
         if is_text or not self._dialect.thinks:
@@ -365,7 +381,7 @@ _PLAIN_KEYS = frozenset(
 
 
 def _references(value: Any) -> Iterable[str]:
-    """Yield the texts of all `$ref` in a schema."""
+    """Yield the value of every `$ref` in a schema."""
     if isinstance(value, dict):
         for name, each in value.items():
             if name == "$ref" and isinstance(each, str):

@@ -81,7 +81,7 @@ class ChatTemplate:
 
     @classmethod
     def compiled(cls, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> ChatTemplate:
-        """Compile the template that a checkpoint's file holds. StartupError: it is not a template."""
+        """Compile a template that was read from the file `origin`. StartupError: `source` is not a template."""
         try:
             return cls(source, special_tokens)
         except jinja2.TemplateSyntaxError as error:
@@ -140,6 +140,10 @@ class ChatTemplate:
 def _cut(text: str, last: str) -> str:
     """Cut a rendered conversation at the end of its last message.
 
+    Args:
+        text: the conversation, rendered with `_END` after the last message.
+        last: the content of that message.
+
     Raises:
         InvalidRequestError: the template has left out or changed the last message.
     """
@@ -165,7 +169,7 @@ def _default_of(templates: Any) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens of a tokenizer's config (`bos_token` and so on): texts, or objects with a text."""
+    """Return the texts of the special tokens in a tokenizer's config, by name (`bos_token` and so on)."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()

@@ -1,4 +1,4 @@
-"""Commits sampled tokens on the host, the last part of a step: text, the decision to stop, and an output."""
+"""Commits sampled tokens on the host, the last stage of a step: detokenizes them and decides which requests end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     """Append a sampled token to its request. Returns the output: its text, and whether the request ends.
 
     Raises:
-        NaNLogitsError: the logits that the token was sampled from were not numbers.
-        NoTokenLeftError: the same, or all tokens were forbidden.
+        NaNLogitsError: `token_id` is `NOT_A_TOKEN`: no token could be sampled, since the logits were not numbers.
+        NoTokenLeftError: the same for a request with `allowed_token_ids` or `bad_words`, which may have forbidden
+            all tokens.
         GrammarFailedError: the request's grammar does not accept the token, or has failed.
     """
     if token_id == NOT_A_TOKEN and request.allowed is not None:

@@ -93,10 +93,10 @@ class EngineConfig(BaseModel):
     def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
         """Return the options for a GPU. Sizes that were not given are the largest that fit into its memory.
 
-        `max_seq_len` must be resolved.
+        `max_seq_len` must not be None.
 
         Args:
-            fits: returns whether an engine with given options fits.
+            fits: returns whether an engine with given options fits into the memory.
         """
         if "max_batch_size" in self.model_fields_set:
             return self
@@ -115,34 +115,35 @@ class EngineConfig(BaseModel):
 
     @property
     def most_seats(self) -> int:
-        """The most sequences computed together on any device, before `for_gpu` has set their number."""
+        """The largest value that `max_batch_size` can get on any device, for use before `for_gpu` has set it."""
         if "max_batch_size" in self.model_fields_set:
             return self.max_batch_size
         return max(self.max_batch_size, GPU_SEATS)
 
     def with_chunk(self, tokens: int) -> Self:  # noqa: ARG002 - a phase without chunks has nothing to set
-        """Return the options with chunks of `tokens` tokens, unless there are no chunks or their size was given."""
+        """Return the options with prefill chunks of `tokens` tokens. Returns `self` if the phase has no chunks or
+        their size was given."""
         return self
 
     def kv_tokens(self) -> int:
-        """Return the size of the KV memory, in tokens. `max_seq_len` must be resolved."""
+        """Return the size of the KV memory, in tokens. `max_seq_len` must not be None."""
         assert self.max_seq_len is not None
         return self.max_batch_size * self.max_seq_len
 
     def max_pass_tokens(self) -> int:
-        """Return the tokens of the widest forward pass: a full batch of the longest prompts.
+        """Return the most tokens of one forward pass: a full batch of the longest prompts.
 
-        Each token has a column of KV memory, so the KV memory is a limit. `max_seq_len` must be resolved.
+        Each token needs a place in the KV memory, so its size is a limit, too. `max_seq_len` must not be None.
         """
         assert self.max_seq_len is not None
         return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
 
     def max_sampled_rows(self) -> int:
-        """Return the most rows of a pass that a token is sampled from: one for each sequence."""
+        """Return the most rows of a pass from which a token is sampled: one row for each sequence."""
         return self.max_batch_size
 
     def captured_sizes(self) -> Sequence[int]:
-        """Return the number of rows of each CUDA graph that is captured."""
+        """Return the number of rows of each CUDA graph that the engine captures; empty: it captures none."""
         return ()
 
     def kv_formula(self) -> str:

@@ -33,23 +33,24 @@ logger = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
-#: The part of a GPU's free memory that an engine takes. Libraries allocate some that no estimate counts.
+#: The fraction of a GPU's free memory that an engine may take. Libraries allocate memory that no estimate counts.
 GPU_SHARE = 0.9
-CHUNKS = (256, 512, 1024, 2048, 4096)
-SATURATED = 0.9  # of the best rate
-TRIALS = 3
+CHUNKS = (256, 512, 1024, 2048, 4096)  # sizes that are timed, in tokens
+SATURATED = 0.9  # a chunk saturates a GPU from this fraction of the best rate on
+TRIALS = 3  # timed passes for each size
 
-#: Options that depend on the device, as far as a phase has them.
+#: Options whose defaults depend on the device. A phase may lack some of them.
 SIZES = ("max_batch_size", "num_blocks", "prefill_chunk_size", "prefill_token_budget")
 
 
 def sized_for(
     config: ConfigT, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
 ) -> ConfigT:
-    """Return the options. On a GPU, seats and KV memory that were not given are fitted to its free memory.
+    """Return the options. On a GPU, the batch size and the size of the KV memory, if they were not given, are the
+    largest that fit into its free memory.
 
     Args:
-        config: `max_seq_len` must be resolved.
+        config: its `max_seq_len` must not be None.
         model, dtype, device, weights: as for `estimate_memory`.
     """
     if device.type != "cuda":
@@ -64,12 +65,13 @@ def sized_for(
 
 
 def with_measured_chunk(config: ConfigT, model: CausalLM, cache: Path | None = None) -> ConfigT:
-    """Return the options with the prefill chunk that saturates a GPU, if it was not given.
+    """Return the options with the size of the prefill chunk that saturates a GPU, if no size was given.
 
-    The measurement takes seconds and is kept in a file.
+    The measurement takes seconds. Its results are kept in a file.
 
     Args:
-        config: `max_seq_len` must be resolved.
+        config: its `max_seq_len` must not be None.
+        model: the model whose forward passes are timed.
         cache: folder of the file; default: the user's cache folder.
     """
     if model.device.type != "cuda" or config.with_chunk(CHUNKS[-1]) is config:
@@ -82,10 +84,14 @@ def with_measured_chunk(config: ConfigT, model: CausalLM, cache: Path | None = N
 
 
 def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: str) -> int:
-    """Return the chunk that a file holds. Without the file, measure it and write the file.
+    """Return the smallest chunk, in tokens, that saturates a GPU, by the times in a file.
+
+    If the file cannot be read, time the passes and write it.
 
     Args:
-        pass_s: returns the seconds of a prompt of a number of tokens; None: it is too long for the model.
+        path: the file: a JSON object with the seconds of a pass by its number of tokens.
+        pass_s: takes a number of tokens and returns the seconds of a pass over a prompt of that length. Returns
+            None if the prompt is too long for the model.
         device: the device's name, for the log.
     """
     try:
@@ -105,7 +111,10 @@ def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: st
 
 
 def saturating(seconds: Mapping[int, float]) -> int:
-    """Return the smallest chunk that is computed at nearly the best rate; the smallest known if none was timed."""
+    """Return the smallest chunk, in tokens, that is computed at nearly the best rate (`SATURATED`).
+
+    `seconds`: the time of a pass by the size of its chunk. If it is empty, the smallest of `CHUNKS` is returned.
+    """
     best = max((size / each for size, each in seconds.items()), default=0.0)
     return next(
         (size for size, each in sorted(seconds.items()) if size / each >= SATURATED * best), CHUNKS[0]
@@ -113,7 +122,10 @@ def saturating(seconds: Mapping[int, float]) -> int:
 
 
 def pass_s(model: CausalLM, tokens: int) -> float | None:
-    """Return the seconds of a prompt of `tokens` tokens, the best of a few; None: the model has fewer positions."""
+    """Return the seconds of a pass over a prompt of `tokens` tokens, the fastest of `TRIALS` passes.
+
+    Returns None if the model has fewer positions.
+    """
     if tokens > model.max_positions:
         return None
     cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, tokens)
@@ -131,7 +143,7 @@ def pass_s(model: CausalLM, tokens: int) -> float | None:
 
 
 def log_sizes(given: EngineConfig, used: EngineConfig) -> None:
-    """Log the options that depend on the device, and whether each was given, set for the device, or left."""
+    """Log the options `SIZES`, and for each whether it was given, was set for the device, or is the default."""
     words = []
     for name in SIZES:
         if name in type(used).model_fields:

@@ -1,4 +1,4 @@
-"""The state that a GPU holds for each seat, and the changes that the host sends.
+"""The state that a GPU holds for each seat (a place in the batch), and the changes that the host sends.
 
 A decode step needs each sequence's latest token, its length, its sampling parameters and a random number. Nearly
 all of it is on the device already: the step before drew the token and advanced the length, and parameters never
@@ -23,15 +23,16 @@ from common.runner import PassShare
 from common.sampling_inputs import GREEDY, settings_of
 from kernels.draw import SETTINGS, SeatState
 
-#: Random numbers that are sent together.
+#: How many random numbers of a request the host sends at a time.
 UNIFORMS = 64
 
 
 class DeviceSeats:
-    """The state of all seats on a device.
+    """The state on a device of all seats (places in the batch), and the host's record of it.
 
     Attributes:
-        state: on the device. All work that samples writes `latest`. Only decode steps and `apply` write the rest.
+        state: the tensors on the device, with an entry for each seat. All work that samples writes `latest`. Only
+            decode steps and `apply` write the other tensors.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
@@ -42,17 +43,22 @@ class DeviceSeats:
         self.forget()
 
     def forget(self) -> None:
-        """Treat the device's state as unknown, since work that should have written it has failed."""
+        """Treat the device's state as unknown, since work that should have written it has failed. The next call of
+        `changes` returns the whole state of its seats."""
         seats = len(self.state.latest)
         self._columns: list[int | None] = [None] * seats
         self._owners: list[Request | None] = [None] * seats
         self._last: list[int] = [-1] * seats  # the last column that a random number was sent for
 
     def changes(self, shares: Sequence[PassShare], seats: Sequence[int]) -> list[Tensor]:
-        """Return the changes for a decode step: the arguments of `apply`, on the host. Empty if there are none.
+        """Return the changes of the device's state that a decode step needs: the arguments of `apply`, on the host.
 
-        `seats`: the seat of each share. The step is recorded as done, so the caller must submit `apply` and then
-        the step next.
+        Returns an empty list if nothing has to change. The step is recorded as done, so the caller must submit
+        `apply` with these arguments, and then the step.
+
+        Args:
+            shares: the sequences of the step, each with its request and columns.
+            seats: the seat of each of these sequences.
         """
         moved: list[tuple[int, int]] = []
         new: list[int] = []
@@ -78,12 +84,12 @@ class DeviceSeats:
         ]
 
     def apply(self, moved: Tensor, new: Tensor, settings: Tensor) -> tuple[Tensor, ...]:
-        """Write changes on the device.
+        """Write changes to the state on the device. Returns no tensors.
 
         Args:
-            moved: [m, 2] int64, seats and their columns.
-            new: [n] int64, seats.
-            settings: [n, 5 + UNIFORMS] float64, their settings.
+            moved: [m, 2] int64, seats and the columns of their latest tokens.
+            new: [n] int64, seats whose settings change.
+            settings: [n, 5 + UNIFORMS] float64, the settings of the seats `new`: see `SeatState`.
         """
         self.state.positions.index_copy_(0, moved[:, 0], moved[:, 1])
         self.state.settings.index_copy_(0, new, settings)

@@ -21,8 +21,8 @@ HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 #: The token of Llama 3 before a call.
 PYTHON_TAG = "<|python_tag|>"
 
-#: Syntaxes, and the texts that a template for the syntax contains, all of them. The first match wins, so the most
-#: certain entry is first.
+#: Syntaxes of calls, each with texts. A template that contains all of the texts uses the syntax. The first match
+#: wins, so the most certain entries are first.
 _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("hermes", (HERMES_MARKERS[0], "arguments")),
     ("llama3_json", (PYTHON_TAG,)),
@@ -40,9 +40,9 @@ class Dialect:
     Attributes:
         template: renders conversations; None: the model has no template.
         calls: the syntax of its tool calls; None: the server takes no tools.
-        knows_tools: the chat template shows tools and calls in this syntax. Otherwise `common.calls` writes them.
-        thinks: an answer may begin with thoughts.
-        special: the markers that are tokens of their own, with their ids. A grammar names them by these ids. If
+        knows_tools: whether the chat template writes tools and calls. If not, `common.calls` writes them.
+        thinks: whether an answer may begin with thoughts.
+        special: the token ids of markers that are single tokens. A grammar names these markers by their ids. If
             they are special tokens, an answer's text leaves them out unless the request says otherwise.
     """
 
@@ -56,10 +56,10 @@ class Dialect:
     def of(
         cls, tokenizer: Tokenizer, calls: ToolCallParser = "auto", reasoning: ReasoningParser = "auto"
     ) -> Dialect:
-        """Return the dialect of a tokenizer's chat template. Without one there are neither tools nor thoughts.
+        """Return the dialect of a tokenizer's chat template. Without a template, it has no tools and no thoughts.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             calls: the syntax of calls; `auto`: the one found in the template's text, else that of Hermes; None:
                 tools are refused.
             reasoning: the form of thoughts; `auto`: `think` if the template has its markers; None: thoughts are
@@ -80,7 +80,10 @@ class Dialect:
         )
 
     def opens_thought(self, variables: Mapping[str, Any] | None = None) -> bool:
-        """Return whether the template begins the model's thought in the prompt. `variables`: the template's."""
+        """Return whether the chat template ends a prompt with the marker that opens a thought.
+
+        `variables`: further variables of the template.
+        """
         if not self.thinks or self.template is None:
             return False
         try:
@@ -92,12 +95,12 @@ class Dialect:
 
 
 def _syntax_of(source: str) -> CallSyntax | None:
-    """Return the syntax that a template asks the model to write calls in, if it is a known one."""
+    """Return the syntax in which a template asks the model to write calls; None if it is not a known syntax."""
     if "<function=" in source:  # calls in XML, between the markers of Hermes
         return None
     return next((syntax for syntax, signs in _SIGNS if all(sign in source for sign in signs)), None)
 
 
 def opens_thought(prompt: str) -> bool:
-    """Return whether a prompt ends within a thought, which its template has opened."""
+    """Return whether a prompt ends with the marker that opens a thought."""
     return prompt.rstrip().endswith(THOUGHT_MARKERS[0])

@@ -146,7 +146,8 @@ class Engine(EngineFront):
 
         Args:
             request_id: the request's id.
-            reason: its finish reason: `stop`, if the process that makes text has found a stop string.
+            reason: the request's finish reason. It is `stop` if the process that makes the text has found a stop
+                string.
         """
         request = self._requests.get(request_id)
         if request is not None and not request.is_terminal:
@@ -170,7 +171,7 @@ class Engine(EngineFront):
         return outputs
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Fail requests: queue a terminal output for each request that has none."""
+        """Fail requests: queue a terminal output, to be delivered next, for each request that has none."""
         ended = {output.request_id for output in self._undelivered if output.finished}
         for request in requests:
             if request.request_id not in ended:
@@ -216,8 +217,8 @@ class Engine(EngineFront):
         return bool(self._undelivered) or self._interrupted
 
     def next_wake(self) -> float | None:
-        """Return when to call `step` again, on the engine's clock. None: not before a request is added or `resume`
-        is called."""
+        """Return when to call `step` again, in seconds on the engine's clock. None: not before a request is added
+        or `resume` is called."""
         if self.dead is not None:
             return None
         now = self.clock()
@@ -234,9 +235,9 @@ class Engine(EngineFront):
         return wake is not None and wake <= self.clock()
 
     def wait(self) -> None:
-        """Begin a step. In phase 9, block until the tokens that the step reads first have been computed.
+        """Begin a step. From phase 9 on, block until the tokens that the step commits first have been computed.
 
-        `step` would block as well. Requests that are added between `wait` and `step` are still part of its plan.
+        `step` would block as well. But requests that are added between `wait` and `step` can be part of the plan.
         """
         if self._begun is None:
             self._begun = self.telemetry.begin_step(self.clock())

@@ -1,4 +1,4 @@
-"""The functions that run in the engine's thread, between two steps, for callers elsewhere.
+"""The functions that run in the engine's thread, between two steps, for callers in other threads.
 
 Their arguments and results can be pickled: the caller may be in another process (`common.engine_process`).
 """
@@ -44,7 +44,10 @@ class Watcher:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Make a frame of the latest step if it has none: the next step may be far off."""
+        """Publish a frame of the latest step if it has none and the rate limit allows a frame.
+
+        Without this call, a frame that the limit delayed would wait for the next step, which may be far off.
+        """
         now_s, began_s = time.monotonic(), time.thread_time()
         if self._left_out is None or now_s < self._due_s:
             return
@@ -78,7 +81,7 @@ class EngineCalls:
         self._watcher: Watcher | None = None
 
     def close(self) -> None:
-        """Complete the trace file: the engine's thread ends."""
+        """Complete the trace file, if there is one. Called when the engine's thread ends."""
         if self._file is not None:
             self._tracer.stop(self._file)
 
@@ -101,7 +104,7 @@ class EngineCalls:
     # ------------------------------------------------------------------ the live view
 
     def watch(self) -> None:
-        """Publish frames of the steps from now on. The first is a key frame."""
+        """Publish frames of the steps from now on. The first is a key frame, which has the engine's whole state."""
         self._watcher = Watcher(self._engine, self._publish)
         self._engine.watchers.append(self._watcher)
 
@@ -112,12 +115,12 @@ class EngineCalls:
             self._watcher = None
 
     def next_is_key(self) -> None:
-        """Make the next frame a key frame."""
+        """Make the next frame a key frame, which has the engine's whole state."""
         if self._watcher is not None:
             self._watcher.maker.next_is_key()
 
     def catch_up(self) -> None:
-        """Publish a frame of the latest step if it has none."""
+        """Publish a frame of the latest step if it has none and the rate limit allows a frame."""
         if self._watcher is not None:
             self._watcher.catch_up()
 
@@ -129,17 +132,17 @@ class EngineCalls:
         self._tracer.start(self._file)
 
     def start_trace(self, number: int) -> None:
-        """Start a recording. `fetch_trace` and `stop_trace` name it by this number."""
+        """Start a recording into a buffer. `fetch_trace` and `stop_trace` take the same `number`."""
         buffer = self._buffers[number] = TraceBuffer()
         self._tracer.start(buffer)
 
     def fetch_trace(self, number: int) -> tuple[bytes, bool]:
-        """Return a recording's events since its last fetch, and whether no more will come."""
+        """Return a recording's events since the last fetch, as bytes of its JSON, and whether no more will come."""
         buffer = self._buffers[number]
         return buffer.fetch(), buffer.closed
 
     def stop_trace(self, number: int) -> bytes:
-        """End a recording, if it was not ended before. Returns the rest of its events."""
+        """End a recording. Returns its events since the last fetch; no bytes if it was stopped before."""
         buffer = self._buffers.pop(number, None)
         if buffer is None:
             return b""

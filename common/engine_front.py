@@ -60,9 +60,9 @@ class EngineFront(ABC):
 
     Attributes:
         dead: the error that ended the engine; None while it runs.
-        default_params: sampling parameters of requests that name none, by the model's `generation_config.json`.
+        default_params: the default sampling parameters of requests, from the model's `generation_config.json`.
         max_seq_len: the most tokens of one request, prompt and new ones.
-        paused: True from `Engine.pause` to `Engine.resume`: steps plan nothing.
+        paused: True from `Engine.pause` to `Engine.resume`. Until then, steps compute nothing new.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EngineFront(ABC):
     @property
     @abstractmethod
     def model(self) -> ModelFacts:
-        """The served model, or the facts about it."""
+        """The served model. If the engine is in another process, only the model's properties."""
 
     @property
     @abstractmethod
@@ -102,7 +102,7 @@ class EngineFront(ABC):
     @property
     @abstractmethod
     def has_priorities(self) -> bool:
-        """Whether requests may have a priority."""
+        """Whether requests may have a priority other than 0."""
 
     @property
     @abstractmethod
@@ -138,12 +138,14 @@ class EngineFront(ABC):
             params: how to sample and when to end.
             request_id: unique among the live requests; generated if None.
             cache_salt: only requests with the same salt share cached prefixes.
-            group: requests of one group, such as the choices of one answer, get one fair share of the seats.
+            group: requests of one group together get one fair share of the places in the batch. The choices of an
+                answer are a group. "": the request is alone in its group.
             arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
                 then.
             matcher: the matcher of `params.grammar`, if it was made before.
-            prediction: tokens that the answer is expected to have. They change the speed, never the answer.
-            priority: requests with a lower one go first.
+            prediction: tokens that the answer is expected to have. Phase 10 guesses from them. They change the
+                speed, never the answer.
+            priority: requests with a lower number go first.
 
         Raises:
             InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
@@ -207,7 +209,7 @@ class EngineFront(ABC):
         )
 
     def tokenize(self, text: str, new_tokens: int = 1, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's token ids. Any thread may call this.
+        """Return the token ids of a prompt's text. Any thread may call this.
 
         Raises:
             InvalidRequestError: the text is so long that prompt and `new_tokens` exceed the limit in any case.

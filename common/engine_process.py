@@ -59,7 +59,11 @@ class GrammarChecker(GrammarCompiler):
 
 
 class RemoteEngine(EngineFront):
-    """The front of an engine in another process."""
+    """Prepares requests for an engine in another process.
+
+    Args:
+        facts: the properties of that engine.
+    """
 
     def __init__(self, facts: Facts) -> None:
         checkpoint = open_checkpoint(facts.config.model)
@@ -284,7 +288,10 @@ class EngineProcess:
         reason: FinishReason | None,
         *rest: Any,
     ) -> StepOutput | None:
-        """Return an output with its text; None if the request has ended here already, by a stop string."""
+        """Return an output of the engine's process with its text. Arguments: the fields of `StepOutput`, in order.
+
+        Returns None if the request has ended in this process already, for example by a stop string.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -305,7 +312,7 @@ class EngineProcess:
         return StepOutput(request_id, token_id, text, ended, reason, *rest)
 
     def _fail_all(self) -> None:
-        """Fail every request and every call: the process has ended by itself."""
+        """Fail every request and every call, since the engine's process has ended without being told to."""
         error = EngineDeadError(f"the engine's process {self._ending()}; restart the server")
         logger.error(error)
         self.engine.dead, self._began_s = error, None
@@ -317,7 +324,7 @@ class EngineProcess:
         self._outcomes.clear()
 
     def _ending(self) -> str:
-        """Return how the process ended, for a message."""
+        """Block until the engine's process has ended. Returns how it ended, as words for a message."""
         assert self._process is not None
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""The process of an engine: messages between it and its front (`common.engine_process`), and its main thread."""
+"""The engine's process: its main thread, and the messages between it and the HTTP process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def packed(message: object) -> bytes:
 
 
 def receive(link: socket.socket) -> Any:
-    """Block until a message has come. Raises EOFError: the other process has ended."""
+    """Block until a message has come, and return it. Raises EOFError: the other process has ended."""
     (length,) = LENGTH.unpack(_receive_bytes(link, LENGTH.size))
     return pickle.loads(_receive_bytes(link, length))
 
@@ -64,7 +64,7 @@ def _receive_bytes(link: socket.socket, count: int) -> bytes:
 
 
 class Model(NamedTuple):
-    """The facts about the engine's model."""
+    """The properties of the engine's model that the HTTP process needs."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class Model(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """A new engine's values, for its `RemoteEngine` in the HTTP process."""
+    """The properties of a new engine that its `RemoteEngine` in the HTTP process needs."""
 
     phase: Phase
     config: EngineConfig
@@ -92,11 +92,11 @@ class Facts(NamedTuple):
 
 
 class State(NamedTuple):
-    """The engine's state, sent with a message."""
+    """The engine's state, sent to the HTTP process with each message but frames of the live view."""
 
     taken: int = 0  # requests that have left the inbox since the start
-    waiting: int = 0
-    queue_room: int = 0
+    waiting: int = 0  # requests in the scheduler's queue
+    queue_room: int = 0  # how many more requests the scheduler's queue can take
     paused: bool = False
     dead: EngineDeadError | None = None
 
@@ -128,7 +128,8 @@ _output_values, _record_values, _counter_values = map(_getter, (StepOutput, Step
 
 
 def row(output: StepOutput) -> tuple[Any, ...]:
-    """Return an output's fields. An error that is not the project's may not be picklable: its text is sent."""
+    """Return the values of an output's fields. An error of a class outside `common.errors` may not be picklable, so
+    a RuntimeError with its text replaces it."""
     error = output.error
     if error is not None and type(error).__module__ != StartupError.__module__:
         output = replace(output, error=RuntimeError(f"{type(error).__name__}: {error}"))
@@ -157,7 +158,12 @@ def serve(descriptor: int) -> None:
 
 
 class ServingThread(EngineThread):
-    """An engine's thread whose outputs go to a front."""
+    """An engine's thread that gets its requests from the HTTP process, and sends it the outputs.
+
+    Args:
+        link: a socket to the HTTP process.
+        make_engine: builds the engine; called in the engine's thread.
+    """
 
     def __init__(self, link: socket.socket, make_engine: Callable[[], Engine]) -> None:
         super().__init__(self._make)
@@ -168,10 +174,10 @@ class ServingThread(EngineThread):
         self._uncompiled: set[str] = set()  # ids of requests whose grammars are being compiled
         self._submitted = 0
         self._sent = State()
-        self._record: StepRecord | None = None  # of a step that the front does not know yet
+        self._record: StepRecord | None = None  # the latest step's, until it is sent
 
     def serve(self) -> None:
-        """Run the engine until the front says `stop`. Raises EOFError: the front has ended."""
+        """Run the engine until the HTTP process sends `stop`. Raises EOFError: the HTTP process has ended."""
         self._thread.start()
         while True:
             kind, *content = receive(self._link)
@@ -201,7 +207,10 @@ class ServingThread(EngineThread):
             self._compiling.submit(self._compile, new)
 
     def _compile(self, new: NewRequest) -> None:
-        """Submit a request with a matcher of its grammar, which the front has checked."""
+        """Compile a request's grammar, which the HTTP process has checked, and submit the request with its matcher.
+
+        If the grammar does not compile, the request fails.
+        """
         grammar = new.params.grammar
         assert grammar is not None
         try:
@@ -276,7 +285,7 @@ class ServingThread(EngineThread):
         self._send("stepped", state, [row(output) for output in outputs], step, self._next_begins_s())
 
     def _next_begins_s(self) -> float | None:
-        """Return the time if the next step begins now; None if the thread is going to wait for work."""
+        """Return `time.monotonic()` if the next step begins now; None if the thread is going to wait for work."""
         return time.monotonic() if self.engine.is_due else None
 
     def _turn(self) -> bool:

@@ -62,7 +62,7 @@ Deliver = Callable[[list[StepOutput]], None]
 
 
 def queue_full(limit: int, count: int) -> QueueFullError:
-    """Return the error for `count` requests that a queue of `limit` places cannot take."""
+    """Return the error that refuses `count` requests: a queue for at most `limit` requests has no room for them."""
     return QueueFullError(
         f"the queue, which holds {limit} requests (the server's option --max-waiting-requests), has no room for "
         f"{count} more; try again shortly"
@@ -112,7 +112,8 @@ class EngineThread:
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def start(self, deliver: Deliver, publish: Callable[[Frame | None], None]) -> None:
-        """Call `deliver` with the outputs of steps, and `publish` with frames, on this thread's event loop."""
+        """From now on, call `deliver` with each step's outputs, and `publish` with frames of the live view, both on
+        the calling thread's event loop. Builds the engine if `build` was not called."""
         self._loop, self._deliver, self._publish = asyncio.get_running_loop(), deliver, publish
         if self._thread.ident is None:
             self.build()
@@ -158,7 +159,7 @@ class EngineThread:
         return outcome
 
     def abort(self, error: Exception) -> None:
-        """Fail every request after the present step."""
+        """After the present step, fail every request with this error."""
         with self._wakeup:
             self._abort = error
             self._wakeup.notify()
@@ -199,7 +200,7 @@ class EngineThread:
                 self._hand_back(self.engine.abort_all(self.engine.dead))
 
     def _turn(self) -> bool:
-        """Wait for work, pass it to the engine and run a step. Returns True if the thread is to end."""
+        """Wait for work, pass it to the engine and run a step. Returns whether the thread is to end."""
         with self._wakeup:
             self._wait_for_work()
         self._turn_began_s = time.monotonic()
@@ -226,8 +227,8 @@ class EngineThread:
             self._wakeup.wait(timeout)
 
     def _empty_inbox(self) -> list[StepOutput]:
-        """Pass new requests, cancellations and calls to the engine. Call with the lock held, so that each request
-        is counted once.
+        """Pass new requests, cancellations, calls and an abort to the engine. Call with the lock held, so that each
+        request is counted once.
 
         Returns:
             The terminal outputs of requests that the engine refused, and of aborted ones.
@@ -266,5 +267,5 @@ class EngineThread:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:  # the loop is closed: nobody is left to read
+        except RuntimeError:  # the loop is closed: no client is left to read
             logger.debug("what a closed event loop was to be told was dropped")

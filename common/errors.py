@@ -28,7 +28,7 @@ class GrammarFailedError(RuntimeError):
 
 
 class NoTokenLeftError(RuntimeError):
-    """A request's fields forbid all tokens that could come next."""
+    """No token could be sampled for a request: its fields forbid all tokens that could come next."""
 
 
 class QueueFullError(RuntimeError):

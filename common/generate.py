@@ -17,7 +17,7 @@ from common.sampling_inputs import TokenMasks
 
 
 class ContiguousCache(KVPool):
-    """KV memory of one sequence or a few. Each sequence has one block, of `tokens` columns."""
+    """KV memory of `sequences` sequences. Each sequence has one block with room for `tokens` tokens."""
 
     def __init__(self, shape: KVShape, device: torch.device, tokens: int, sequences: int = 1) -> None:
         super().__init__(shape, device)

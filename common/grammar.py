@@ -74,7 +74,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
-        """Return the grammar of these texts: the answer is one of them."""
+        """Return the grammar of exactly these texts: the answer is one of them."""
         return cls("choice", json.dumps(list(texts), ensure_ascii=False))
 
     @classmethod
@@ -84,7 +84,8 @@ class Grammar:
 
 
 class Matcher:
-    """The state of one request's answer in its grammar. Used by one thread.
+    """One request's position in its grammar: advances by the tokens of the answer, and computes the masks of the
+    next token. Used by one thread.
 
     Attributes:
         words: number of 32-bit words in a mask.
@@ -112,18 +113,19 @@ class Matcher:
         Token i is allowed if bit i % 32 of word i // 32 is set.
 
         Raises:
-            GrammarFailedError: the grammar has exceeded its limits, or its masks their budget of processor time.
-                From then on `advance` raises the same error.
+            GrammarFailedError: the grammar has exceeded its limits, or its masks have taken more processor time
+                than their budget. From then on `advance` raises the same error.
         """
         self.begin_mask()
         self._wait()
         return self._mask
 
     def revise(self, guesses: list[int], limit: int) -> tuple[list[int], bool]:
-        """Return the guesses that the grammar allows, and whether it forces them.
+        """Correct guesses of the next tokens. Returns the new guesses, and whether they are forced tokens.
 
-        If the grammar forces tokens, and `guesses` do not begin with them, return up to `limit` forced tokens.
-        Otherwise return the `guesses` before the first that is not allowed.
+        Forced tokens spell text that the grammar requires next. If there are any, and `guesses` do not begin with
+        them, return the forced tokens, `limit` at most. Otherwise return the `guesses` before the first guess that
+        the grammar does not allow.
         """
         forced = self.forced()[:limit]
         if forced != guesses[: len(forced)]:
@@ -131,13 +133,17 @@ class Matcher:
         return guesses[: self._backend.validate_tokens(guesses)], False
 
     def forced(self) -> list[int]:
-        """Return tokens that spell the text that must come next. A model may spell that text with other tokens."""
+        """Return tokens that spell the text that the grammar requires next. A model may spell this text with other
+        tokens."""
         self._wait()
         return self._backend.compute_ff_tokens()
 
     def guessed_masks(self, guesses: Sequence[int]) -> Sequence[Mask]:
-        """Return a mask for the token after each of these allowed guesses: [words] each. The list ends before a
-        guess that completes the text. The matcher's state does not change. Blocks until the masks are computed.
+        """Return a mask for the token after each of these guesses: [words] each. The list ends before a guess that
+        completes the text. The matcher's state does not change. Blocks until the masks are computed.
+
+        Args:
+            guesses: the next tokens, each of them allowed after those before it.
 
         Raises:
             GrammarFailedError: as `mask`. The time of these masks is limited, but not charged to the budget: an
@@ -213,7 +219,8 @@ class Matcher:
 
 
 def without(mask: Mask, held_back: Collection[int]) -> Mask:
-    """Return a mask [words] without some tokens; the same mask if it allows no other token."""
+    """Return a mask [words] in which the tokens `held_back` are not allowed. If the mask allows no other token,
+    return it as it is."""
     if not held_back:
         return mask
     others = without_tokens(mask, held_back)
@@ -249,9 +256,10 @@ class GrammarCompiler:
         return self.compile(grammar)
 
     def check(self, grammar: Grammar) -> None:
-        """Try a grammar, unless its verdict is known.
+        """Raise an error if a grammar cannot be used. A grammar without a cached verdict is tried first.
 
-        Blocks while a new grammar is tried; grammars are tried one at a time.
+        A trial compiles the grammar and generates some tokens, in another process. Blocks until it has ended.
+        Grammars are tried one at a time.
 
         Raises:
             InvalidGrammarError: the grammar is malformed, too large or too slow, or matches no text.
@@ -291,10 +299,10 @@ class GrammarCompiler:
         return Matcher(compiled, backend.vocab_size, self._threads)
 
     def compile_s(self, grammar: Grammar) -> float | None:
-        """Return the processor time for the next matcher of a grammar, in seconds.
+        """Estimate the processor time that the next matcher of a grammar takes to compile, in seconds.
 
-        It is estimated by the time of the latest matcher, and is 0 for a refused grammar. None: the grammar was not
-        compiled before, or its verdict is no longer cached.
+        The estimate is the time of the latest matcher; 0 for a refused grammar. None: the grammar was not compiled
+        before, or its verdict is no longer cached.
         """
         verdict = self._verdicts.get(grammar)
         return None if verdict is None else verdict.compile_s
@@ -308,7 +316,7 @@ class GrammarCompiler:
 
     @functools.cached_property
     def _options(self) -> dict[str, Any]:
-        """The arguments of llguidance's tokenizer."""
+        """The arguments of `llguidance.LLTokenizer`. Raises InvalidGrammarError if the model has no EOS token."""
         if not self._eos_token_ids:
             raise InvalidGrammarError("this model has no EOS token for an answer to end with")
         return {
@@ -323,7 +331,7 @@ class GrammarCompiler:
 
 
 class Verdict(NamedTuple):
-    """The result of a trial.
+    """The result of a grammar's trial.
 
     Attributes:
         reason: why the grammar is refused; None: it may be used.
@@ -335,7 +343,7 @@ class Verdict(NamedTuple):
 
 
 class _Verdicts:
-    """A cache of the latest verdicts, for `VERDICTS_KEPT` grammars at most. Any thread may use it."""
+    """A cache of verdicts, of the `VERDICTS_KEPT` grammars that were used last. Any thread may use it."""
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
@@ -371,7 +379,7 @@ class _Trial:
         self._lock = threading.Lock()  # nothing is started after `close`
 
     def run(self, grammar: Grammar, options: Mapping[str, Any]) -> Verdict:
-        """Try a grammar. Used by one thread at a time.
+        """Try a grammar, and return the verdict. Used by one thread at a time.
 
         Args:
             grammar: the grammar to try.

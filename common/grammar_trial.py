@@ -28,7 +28,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-#: Seconds of processor time for a trial, walks included. A schema of 64 kB takes a tenth of a second.
+#: Seconds of processor time for the trial of one grammar, random answers included. A schema of 64 kB takes 0.1 s.
 TIME_LIMIT_S = 1.0
 
 #: The process's niceness (`nice(1)`), so that the server's threads have priority.
@@ -53,9 +53,10 @@ class OverBudgetError(ValueError):
 
 
 class MaskBudget:
-    """Bounds the processor time of one answer's tokens: computing a mask and advancing, for each.
+    """Bounds the processor time that an answer's grammar takes: for each token, computing a mask and advancing.
 
-    It is a token bucket. Each token adds `mean_s` to `left_s`, which is at most `BURST_S`, and subtracts its time.
+    It is a token bucket. Each token of the answer adds `mean_s` seconds to `left_s` and subtracts the time that it
+    took. `left_s` is at most `BURST_S`.
     Masks of ordinary grammars take 0.02 to 0.6 ms for a vocabulary of 1,024, and up to 2.5 ms for 52,000.
 
     Args:
@@ -78,7 +79,7 @@ class MaskBudget:
         return self.left_s + self.mean_s
 
     def charge(self, seconds: float) -> None:
-        """Charge the time of one token.
+        """Subtract the processor time of one token from the budget.
 
         Raises:
             OverBudgetError: the answer has used up its budget.
@@ -95,7 +96,7 @@ class MaskBudget:
             )
 
 
-#: Most items in a row of the parser; the library's default is 2,000. 200 optional properties make a row of 800.
+#: Most Earley items in a row of the parser; the library's default is 2,000. 200 optional properties make 800 items.
 MAX_ITEMS_IN_ROW = 1_000
 
 #: Most parser items for one mask, plus half an item for each token of the vocabulary; default 50,000. 200 optional
@@ -130,7 +131,11 @@ def limits(vocab_size: int) -> llguidance.LLParserLimits:
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> llguidance.LLMatcher:
-    """Return a matcher at the beginning of its text.
+    """Return a matcher for a grammar, at the beginning of its text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        kind, text: as in `common.grammar.Grammar`.
 
     Raises:
         ValueError: the grammar is malformed, or matches no text.
@@ -183,7 +188,7 @@ def _failed_after(taken: int, reason: str) -> ValueError:
 
 
 def _reason(message: str) -> str:
-    """Return the line of the compiler's message that names the error. The other lines show its place."""
+    """Return the line of the compiler's message that names the error. Its other lines show where the error is."""
     lines = [line.strip() for line in message.splitlines()] or [message]
     named = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
     return next(named, lines[0]).replace("NoExtensionBias", "no text matches it")

@@ -54,9 +54,10 @@ class CudaGraph:
     """A CUDA graph: a function's kernels, captured with the addresses of their inputs and launched together.
 
     Args:
-        function: writes its results to tensors that stay allocated.
-        inputs: on the device. They are copied.
-        memory: a memory pool that all graphs share, since one runs at a time.
+        function: called once with copies of the inputs, and captured. Writes its results to tensors that stay
+            allocated.
+        inputs: tensors on the device.
+        memory: torch's memory pool for graphs. All graphs share it, since only one of them runs at a time.
     """
 
     def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor], memory: Any) -> None:
@@ -76,15 +77,15 @@ class CudaGraph:
 
 
 class Graphs:
-    """Captures functions by their number of rows, and runs the captured ones.
+    """Captures a function once for each number of rows, and replays the captured graph from then on.
 
     Args:
-        sizes: numbers of rows that graphs may have, smallest first; empty: functions are called.
+        sizes: numbers of rows that graphs may have, smallest first; empty: nothing is captured.
         capture: captures a function that returns nothing, with its inputs.
         to_device: copies an input to the device of the functions.
 
     Attributes:
-        failed: keys and sizes whose capture failed. Their passes run in the next larger graph, or are called.
+        failed: keys and sizes whose capture failed. Their rows run in the next larger graph, or without a graph.
     """
 
     def __init__(self, sizes: Sequence[int], capture: Capture, to_device: Callable[[Tensor], Tensor]) -> None:
@@ -97,21 +98,25 @@ class Graphs:
         self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # [largest size, ...] each
 
     def clear(self) -> None:
-        """Forget all graphs and failures, so that each is captured again at its next use."""
+        """Forget all graphs and failures, so that each graph is captured again at its next use."""
         self.failed.clear()
         self._captured.clear()
         self._inputs.clear()
         self._results.clear()
 
     def size_for(self, key: Hashable, rows: int) -> int | None:
-        """Return the rows of the smallest graph for a pass; None: there is none."""
+        """Return the size of the smallest graph for `key` that has room for `rows` rows; None: no graph has."""
         return next((size for size in self.sizes if size >= rows and (key, size) not in self.failed), None)
 
     def run(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run a function of rows. A graph's inputs are sent only if they are not those of its latest run.
+        """Run `function(*inputs)` by the smallest graph that has room for the rows of the inputs.
+
+        The first run of a graph calls the function and captures it. If all graphs are too small, the function is
+        only called. A captured graph's inputs are copied to the device only if they differ from its latest inputs.
 
         Args:
-            key: names the function: a graph of one function replaces others with the same key.
+            key: names the function. Functions with equal keys must compute the same: the graph of one of them is
+                replayed for all.
             function: row i of each result depends on row i of the inputs alone.
             inputs: on the host, all with the same number of rows.
 

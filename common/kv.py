@@ -1,8 +1,9 @@
 """KV memory: which sequence holds which blocks (plain integers), and where a pass writes and reads (a view).
 
-A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_dim]`. A sequence owns a *slot*
-(an integer handle) with a block table, a capacity and a length. Bookkeeping computes with integers only, so
-schedulers are tested without a model. A `KVView` turns the integers into the index tensors of one forward pass.
+A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_dim]`. A *column* holds one token's
+key and value: the token at position `p` of a sequence is in the sequence's column `p`. A sequence owns a *slot* (an
+integer handle) with a block table, a capacity and a length, both in columns. Bookkeeping computes with integers
+only, so schedulers are tested without a model. A `KVView` turns the integers into the index tensors of one pass.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class KVShape:
 
 
 def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of `tokens` tokens: 2 (keys and values) x layers x kv_heads x head_dim x itemsize each."""
+    """Return the bytes of KV memory for `tokens` tokens: 2 × layers × kv_heads × head_dim × itemsize for each."""
     return KVShape.of(config, dtype).bytes_per_token * tokens
 
 
@@ -133,13 +134,16 @@ class KVPool(ABC):
         """
 
     def reserve_spare(self, request: Request, tokens: int, kept: int) -> int:
-        """Reserve columns as `reserve` does, as far as memory is not needed elsewhere.
+        """Reserve columns as `reserve` does, but only if enough columns stay free for other requests.
 
         Args:
-            kept: columns that must stay free. If too few would, only the request's last block is filled.
+            request: the request; it has memory.
+            tokens: how many columns it wants in all, more than it has tokens.
+            kept: how many columns must stay free. If fewer would stay free, the request gets only the columns that
+                are left in its last block.
 
         Returns:
-            The number of tokens that have columns now: `tokens`, or fewer.
+            How many columns the request may use now: `tokens`, or fewer.
         """
         held, free = request.num_tokens, self.free_token_capacity()
         if free is not None and free <= tokens - held + kept:
@@ -151,11 +155,11 @@ class KVPool(ABC):
         return -(-tokens // self.block_size) * self.block_size
 
     def free_token_capacity(self) -> int | None:
-        """Return how many columns are free; None if memory comes in slots, whose number alone is the limit."""
+        """Return how many columns are free; None if each slot has its own memory, so that only slots run out."""
         return None
 
     def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
-        """Find the longest prefix of a new request that is in memory, and start its prefill after that prefix."""
+        """Find the longest prefix of a new request that is in memory, and begin its prefill after that prefix."""
 
     # ------------------------------------------------------------------ for the runner
 
@@ -178,7 +182,7 @@ class KVPool(ABC):
         return to_device(self.block_tables, self.device)
 
     def seat(self, slot: int) -> int:
-        """Return the row of the block tables that belongs to this slot while it is in use."""
+        """Return the seat of a slot that is in use: its row of `block_tables`."""
         return slot
 
     def get_seq_len(self, slot: int) -> int:
@@ -190,7 +194,7 @@ class KVPool(ABC):
 
         Raises:
             KVCapacityError: a span lies outside its slot's capacity, leaves a gap after the columns already
-                held, or a slot appears twice. In a flat store an overflow would write into a neighbour.
+                held, or a slot appears twice. Unchecked, it would write over another sequence's columns.
         """
         _check(self, spans)
         layout = AttentionLayout(
@@ -207,10 +211,10 @@ class KVPool(ABC):
         return KVView(self, layout, spans)
 
     def decode_view(self, rows: DecodeRows) -> KVView:
-        """Return the view of a pass over one token of each sequence, from addresses on the device.
+        """Return the view of a pass over one token of each sequence, from tensors that are on the device.
 
-        A captured pass may be replayed after the values of `rows` and of the block tables have changed. Nothing is
-        checked: `view` has checked the same pass.
+        A pass that is captured with this view may be replayed after the values of `rows` and of the block tables
+        have changed. Nothing is checked, since `view` was called for the same pass and has checked it.
         """
         tables, heads_kv = self.device_tables(), self.shape.num_kv_heads
         return KVView(self, AttentionLayout.of_decode(rows, tables, self.block_size, heads_kv))
@@ -240,11 +244,11 @@ class KVPool(ABC):
         """Return how many tokens one request can ever hold here; None: the pool sets no limit of its own."""
 
     def reset_prefix_cache(self) -> int:
-        """Free the blocks that are kept for later requests and not in use. Returns their number."""
+        """Free the cached blocks that no sequence uses. Returns their number."""
         return 0
 
     def audit(self, holders: Iterable[Request]) -> int:
-        """Free leaked memory: slots, or blocks, that no request of `holders` holds. Returns their number."""
+        """Free leaked memory: slots, or blocks, that no request of `holders` holds. Returns how many leaked."""
         leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
         for slot in leaked:
             self._free(slot)
@@ -285,12 +289,12 @@ class KVPool(ABC):
         return self._lengths.keys()
 
     def kept_blocks(self) -> Sequence[int]:
-        """Return the blocks that are kept for later requests and not in use, in the order of eviction."""
+        """Return the blocks that the prefix cache keeps and no sequence uses, in the order of eviction."""
         return ()
 
     @property
     def evictions(self) -> int:
-        """How many kept blocks were taken for other requests since the start."""
+        """How many blocks were evicted from the prefix cache since the start."""
         return 0
 
 
@@ -325,7 +329,7 @@ class KVView:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        """Write this pass's keys and values, then compute attention by the position rule.
+        """Write this pass's keys and values, then compute causal attention: a query sees columns up to its own.
 
         Args:
             layer: index of the layer.
@@ -351,8 +355,18 @@ class KVView:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Like `attend`, from the projected heads [T, Hq + 2 Hkv, D], by Triton: norms, rotation and writes in one
-        launch, then attention. `cos` and `sin`: [T, D/2]."""
+        """Like `attend`, for heads that are not normed and rotated yet. One Triton kernel norms and rotates queries
+        and keys and writes keys and values. Then attention follows.
+
+        Args:
+            layer, scale, window: as for `attend`.
+            heads: [T, Hq + 2 Hkv, D], the projected queries, keys and values.
+            norms: norms of queries and keys; None: the model has none.
+            cos, sin: [T, D/2], the angles of each token's rotation.
+
+        Returns:
+            [T, Hq, D].
+        """
         k_store, v_store = self._pool.k[layer], self._pool.v[layer]
         addresses = self.layout.write_addresses
         q = norm_rope_write_triton(heads, norms, cos, sin, k_store, v_store, addresses)

@@ -95,7 +95,7 @@ class LLM:
         Args:
             prompts: texts or token ids, any number of them: they queue here, not in the engine. One text, or one
                 list of token ids, is one prompt.
-            params: for all prompts, or one for each; `default_params` if None.
+            params: sampling parameters for all prompts, or a list with those of each; None: `default_params`.
             progress: draw a progress bar if stdout is a terminal.
 
         Raises:
@@ -125,7 +125,7 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The sampling parameters of calls without `params`: the model's, by its `generation_config.json`."""
+        """The sampling parameters of calls without `params`: those of the model's `generation_config.json`."""
         return self.engine.default_params
 
     def chat(

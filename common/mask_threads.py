@@ -94,7 +94,7 @@ class MaskThreads:
         self._started = 0
 
     def start(self, function: Callable[[], None]) -> Work:
-        """Have a thread call `function`."""
+        """Queue `function` for the next free thread. Returns its `Work`, which can be waited for."""
         if not self._started:
             weakref.finalize(self, _end, self._queue)
         while self._started < MASK_THREADS:

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 #: Logits and the tensors of sampling: float32 copies, sorted indices (int64), float64 sums. Measured with every
 #: filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
-#: The same where a kernel draws without a sort (`kernels.draw`). With biases, penalties, masks and
-#: log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are just the logits, of 2
-#: to 4 bytes.
+#: The same on a GPU with Triton, where a kernel draws without a sort (`kernels.draw`). With biases, penalties,
+#: masks and log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are just the
+#: logits, of 2 to 4 bytes.
 DRAWN_BYTES_PER_LOGIT = 24
 #: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
 #: 110 MB, whatever the pass.
@@ -63,7 +63,7 @@ def estimate_memory(
     """Estimate the most memory that an engine takes.
 
     Args:
-        config: `max_seq_len` must be resolved.
+        config: its `max_seq_len` must not be None.
         model: the model's shape.
         dtype: the type of weights and activations.
         device: the model's device.
@@ -119,10 +119,11 @@ def check_memory(
 
     Args:
         config, model, dtype, device, weights: as for `estimate_memory`.
-        read: bytes of the weights as they are read; more than `weights` if they are quantized afterwards.
+        read: bytes of the weights as they are read: more than `weights` if they are quantized afterwards; 0 if they
+            are loaded already.
 
     Raises:
-        StartupError: less memory is free.
+        StartupError: the engine needs more memory than is free.
     """
     estimate = estimate_memory(config, model, dtype, device, weights=weights)
     free = free_memory(device)
@@ -163,7 +164,7 @@ def free_memory(device: torch.device) -> int:
 
 
 class _ControlGroupFiles(NamedTuple):
-    """The file names of one version of control groups."""
+    """The file names in a control group's folder, which differ between the two versions of control groups."""
 
     limit: str
     usage: str

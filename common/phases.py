@@ -24,7 +24,7 @@ _NAME = re.compile(r"phase(\d+)_\w+")
 
 
 class PhasePackage(Protocol):
-    """The names that every phase's package exports. (It also exports `Scheduler` and `Runner`.)"""
+    """The names that every phase's package exports. (The package also exports `Scheduler` and `Runner`.)"""
 
     PHASE: Phase
     Config: type[EngineConfig]

@@ -35,7 +35,7 @@ class PromptScores(NamedTuple):
 
     Attributes:
         rows: indices of these rows in the pass.
-        asked: each request, with the range of its prompt positions that `rows` has, in the same order.
+        asked: requests, each with the range of its prompt positions whose rows are in `rows`, in the same order.
     """
 
     rows: list[int]
@@ -53,7 +53,7 @@ class PromptScores(NamedTuple):
         return scores
 
     def forward(self, model: CausalLM, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run the pass and append to each request's `prompt_logprobs`. Returns logits of the batch's own rows."""
+        """Run the pass and append to each request's `prompt_logprobs`. Returns the logits of `batch.logit_rows`."""
         own = len(batch.logit_rows)
         rows = torch.cat([batch.logit_rows, torch.tensor(self.rows, device=batch.logit_rows.device)])
         states = model.states(dataclasses.replace(batch, logit_rows=rows), view)
@@ -71,11 +71,12 @@ class PromptScores(NamedTuple):
 
 @torch.inference_mode()
 def score(model: CausalLM, states: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Compute the log-probability of each target token after its state.
+    """Compute the log-probability of each target token, as the state in its row predicts it.
 
     Args:
+        model: its head turns states into logits.
         states: [R, hidden], the head's inputs.
-        targets: R token ids.
+        targets: R token ids, one for each state.
         top: number of most likely tokens to report beside each target.
     """
     scored: list[TokenLogprobs] = []

@@ -138,10 +138,10 @@ class Request:
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     matcher: Matcher | None = None  # `params.grammar` after the generated tokens
-    allowed: AllowedTokens | None = None  # by `params.allowed_token_ids` and `bad_words`; None: all tokens
+    allowed: AllowedTokens | None = None  # for `params.allowed_token_ids` and `bad_words`; None: all tokens
     priority: int = 0  # lower numbers go first
     group: str = ""  # requests of one group get one fair share of the seats together; "": a group of one
-    prediction: Sequence[int] = ()  # tokens that the client expects; phase 10 guesses from them
+    prediction: Sequence[int] = ()  # tokens that the client expects in the answer; phase 10 guesses from them
     arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
@@ -151,22 +151,22 @@ class Request:
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
     is_plain: bool = field(init=False)  # no grammar, bias, …, logprobs: its logits are sampled as they are
-    takes_best: bool = field(init=False)  # greedy among all tokens, without penalties, biases or logprobs
-    waits_for_its_tokens: bool = field(init=False)  # grammar, …: a token is read before the next is sampled
+    takes_best: bool = field(init=False)  # greedy, no bias, penalty, …, logprobs; may have a grammar
+    waits_for_its_tokens: bool = field(init=False)  # sampling needs its last token on the host (grammar, …)
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
     prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit
     cached_tokens: int = field(default=0, init=False)  # `prefill_start` of the first admission
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second token on
     preempted: bool = field(default=False, init=False)  # was preempted at least once
-    inflight_refs: int = field(default=0, init=False)  # steps in flight that compute for it
+    inflight_refs: int = field(default=0, init=False)  # number of steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
     drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
     draft_tokens: int = field(default=0, init=False)  # guesses that were computed so far
-    accepted_tokens: int = field(default=0, init=False)  # guesses among them that came true
-    run_tokens: int = field(default=0, init=False)  # guesses of the latest run that came true
+    accepted_tokens: int = field(default=0, init=False)  # guesses among them that equalled the sampled token
+    run_tokens: int = field(default=0, init=False)  # accepted guesses since the last call of `guess`
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
-    scheduled_s: float | None = field(default=None, init=False)  # its first chunk was planned, engine's clock
+    scheduled_s: float | None = field(default=None, init=False)  # planning of its first chunk, engine's clock
     _generator: torch.Generator = field(init=False)
     _uniforms: list[float] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -216,7 +216,7 @@ class Request:
         after preemption, samples the same token.
 
         Args:
-            ahead: return the number for the token that many places after the next one.
+            ahead: 0 for the next token, 1 for the token after it, and so on.
         """
         place = self.num_generated_tokens + self.pending_tokens + ahead
         while len(self._uniforms) <= place:
@@ -245,8 +245,10 @@ class Request:
         return self.prefill_progress > self.prefill_start
 
     def held_back_token_ids(self, ahead: int = 0) -> frozenset[int]:
-        """Return the tokens that would end the request and may not be sampled next, unless its grammar allows
-        nothing else. `ahead`: as for `next_uniform`."""
+        """Return the EOS and stop tokens that may not be sampled next, because of `min_tokens` or `ignore_eos`.
+
+        They are allowed only if the request's grammar allows no other token. `ahead`: as for `next_uniform`.
+        """
         if self.num_generated_tokens + self.pending_tokens + ahead < self.params.min_tokens:
             return self.ending_token_ids
         return self.eos_token_ids if self.params.ignore_eos and self.matcher is not None else frozenset()
@@ -274,7 +276,7 @@ class Request:
         return [without(mask, self.held_back_token_ids(ahead)) for ahead, mask in enumerate(masks)]
 
     def _context(self, ahead: int) -> Sequence[int]:
-        """Return the latest `allowed.context` generated tokens at most, and the first `ahead` guesses."""
+        """Return the latest generated tokens, at most `allowed.context`, followed by the first `ahead` guesses."""
         assert self.allowed is not None
         first = max(len(self.prompt_token_ids), len(self.token_ids) - self.allowed.context)
         return [*self.token_ids[first:], *self.drafts[:ahead]]
@@ -286,7 +288,7 @@ class Request:
 
     @property
     def wants_token(self) -> bool:
-        """Whether a next token is to be computed: the request decodes and has not reached its length."""
+        """Whether to compute a next token: the request decodes and has fewer than `max_total_tokens` tokens."""
         return self.state is RequestState.DECODE and self.num_tokens < self.max_total_tokens
 
     @property
@@ -307,7 +309,7 @@ class Request:
         self._move_to(RequestState.DECODE)
 
     def start_after(self, tokens: int) -> None:
-        """Begin the prefill after `tokens` tokens that are already in the cache."""
+        """Let the prefill begin after the first `tokens` tokens, which are already in the cache."""
         self.prefill_start = self.prefill_progress = tokens
         if not self.preempted:  # a preempted request may hit its own earlier blocks
             self.cached_tokens = tokens
@@ -320,14 +322,14 @@ class Request:
         self.prefill_progress = self.prefill_start = 0
 
     def guess(self, token_ids: Sequence[int]) -> None:
-        """Set the guesses of the next tokens that the next step computes and verifies."""
+        """Set guesses of the tokens after the latest token. The next step computes and verifies them."""
         self.drafts = list(token_ids)
         self.draft_tokens += len(token_ids)
         self.run_tokens = 0
 
     def verify(self, token_id: int) -> bool:
-        """Compare a sampled token with the next guess, and return whether they are equal. The guess is removed; if
-        it was wrong, all later guesses are, too."""
+        """Return whether a sampled token equals the next guess in `drafts`. Removes this guess. If it was wrong,
+        removes all later guesses, too."""
         if self.drafts.pop(0) == token_id:
             self.accepted_tokens += 1
             self.run_tokens += 1
@@ -357,7 +359,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities under the model's own distribution (before temperature and filters)."""
+    """Log-probabilities of a token and of the most likely tokens in its place, under the model's own distribution
+    (before temperature and filters)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
@@ -381,6 +384,6 @@ class StepOutput:
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens that were prefix hits
     draft_tokens: int = 0  # guesses that were computed for the request so far
-    accepted_tokens: int = 0  # guesses among them that came true
+    accepted_tokens: int = 0  # guesses among them that equalled the sampled token
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token only, if requested

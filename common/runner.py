@@ -37,11 +37,11 @@ DEVICE_FAILED = "the device failed; restart the server"
 
 
 class PassShare(NamedTuple):
-    """One sequence's share of a pass.
+    """The part of a forward pass that belongs to one sequence.
 
     Attributes:
         request: the sequence's request.
-        span: the columns that the pass computes.
+        span: the columns of the sequence that the pass computes.
         token_ids: the tokens at those columns, as many as the span is long.
         sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually the
             last one; none if a later pass continues the prompt; several if guessed tokens are verified.
@@ -55,11 +55,12 @@ class PassShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """Sequences that go through the model together. Shares of one token come first (see `AttentionLayout`).
+    """Sequences that go through the model together.
 
     Attributes:
-        shares: one for each sequence.
-        splittable: whether a failed pass may be tried again in halves, so that only the guilty requests fail.
+        shares: one for each sequence. Shares of a single token come first (see `AttentionLayout`).
+        splittable: whether a failed pass may be tried again in halves, so that only the requests that cause the
+            failure fail.
         padded_tokens, idle_rows: tokens and rows that are computed only to complete a rectangle.
     """
 
@@ -69,7 +70,7 @@ class ForwardPass:
     idle_rows: int = 0
 
     def sampled_rows(self) -> tuple[tuple[Request, ...], list[int]]:
-        """Return the rows whose logits choose a token: the request of each, and its index in the pass."""
+        """Return the request of each row whose logits choose a token, and the indices of these rows in the pass."""
         requests: list[Request] = []
         rows: list[int] = []
         first_row = 0
@@ -81,7 +82,7 @@ class ForwardPass:
         return tuple(requests), rows
 
     def halves(self) -> tuple[ForwardPass, ForwardPass]:
-        """Return the same work as two passes. Padding is not counted again."""
+        """Return two passes, each with half of the shares. Padding was counted before and is not counted again."""
         middle = len(self.shares) // 2
         return ForwardPass(self.shares[:middle]), ForwardPass(self.shares[middle:])
 
@@ -125,13 +126,13 @@ class Runner(ABC):
     # ------------------------------------------------------------------ shares of a pass
 
     def decode_share(self, request: Request) -> PassShare:
-        """Return the share of a request's latest token, which goes into the column after the cached ones."""
+        """Return a share that computes a request's latest token, in the column after the cached columns."""
         slot = self.slot(request)
         column = self.pool.get_seq_len(slot)
         return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], range(1))
 
     def prefill_share(self, chunk: PrefillChunk) -> PassShare:
-        """Return the share of a chunk. In a prompt's last chunk, the last token's logits choose the next token."""
+        """Return a share that computes a chunk. In a last chunk, the last token's logits choose the next token."""
         return PassShare(
             request=chunk.request,
             span=Span.exact(self.slot(chunk.request), chunk.start, chunk.end),
@@ -150,7 +151,7 @@ class Runner(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a launched step is not committed yet. Always False here: `execute` does both."""
+        """Whether a launched step is not committed yet. Always False here: `execute` commits each step."""
         return False
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
@@ -167,23 +168,23 @@ class Runner(ABC):
             raise EngineDeadError(DEVICE_FAILED) from error
 
     def wait(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
-        """Block until the step that `settle` is going to commit has computed its tokens."""
+        """Block until the tokens of the step that `settle` commits next are computed, if there is one."""
 
     def settle(self) -> list[StepOutput]:
-        """Commit the steps that must be read before the next one is planned. Returns their outputs."""
+        """Commit the steps whose tokens must be read before the next step is planned. Returns their outputs."""
         return []
 
     def abandon(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
         """Wait until the steps in flight have stopped computing, then drop them. Their tokens are lost."""
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Free the memory of requests that were retired or preempted."""
+        """Free the memory of requests that have left the batch: they ended or were preempted."""
         for request in requests:
             self._aside(functools.partial(self.pool.release, request))
 
     def _aside(self, function: Callable[[], None]) -> None:
-        """Call a function that touches finished work only. A stream that can call it without waiting for pending
-        work does so."""
+        """Call a function that touches results of finished passes only. It runs without waiting for the passes in
+        flight, if the stream can do that."""
         if self.stream is None:
             function()
         else:
@@ -192,7 +193,7 @@ class Runner(ABC):
     # ------------------------------------------------------------------ launch
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the forward passes and sample. A failed pass fails no request of another pass."""
+        """Run the forward passes of a plan and sample. A failed pass fails no request of another pass."""
         launched = Launched(plan)
         for forward_pass in self.passes(plan):
             record = self.telemetry.current
@@ -202,7 +203,8 @@ class Runner(ABC):
         return launched
 
     def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
-        """Run a pass and sample. A pass that fails is bisected: one guilty sequence of N costs 2 log2 N passes."""
+        """Run a pass and sample. If the pass fails, run its halves, and so on: finding one failing sequence of N
+        takes 2 log2 N passes."""
         try:
             requests, logits = self.forward(forward_pass)
         except Exception as error:
@@ -222,7 +224,8 @@ class Runner(ABC):
             self._launch_pass(half, launched)
 
     def _sample(self, requests: tuple[Request, ...], logits: torch.Tensor, launched: Launched) -> None:
-        """Sample a pass's tokens at once. If that raises, sample each request alone: only guilty requests fail."""
+        """Sample the tokens of all rows of a pass together. If that raises, sample each request alone, so that only
+        the requests that cause the error fail."""
         try:
             with torch.inference_mode():
                 sampled = sample(logits, requests, self.masks(requests))
@@ -249,10 +252,10 @@ class Runner(ABC):
             return TokenMasks.of(requests)
 
     def forward(self, forward_pass: ForwardPass) -> tuple[tuple[Request, ...], torch.Tensor]:
-        """Run one pass through the model: compute addresses and logits, then set the new lengths.
+        """Run one pass through the model: compute addresses and logits, then set the sequences' new lengths.
 
         Returns:
-            The request of each sampled row, and the rows' logits [S, vocab].
+            The request of each sampled row, and the logits of these rows [S, vocab].
         """
         with self.telemetry.part("pass"):
             requests, batch, view = self.prepare(forward_pass)
@@ -272,7 +275,13 @@ class Runner(ABC):
                 request.start_decode()
 
     def rewind(self, shares: Iterable[PassShare]) -> None:
-        """Reset requests to their lengths before a pass whose results are lost. Rewind all later passes, too."""
+        """Set requests back to their lengths before a pass whose results are lost.
+
+        The caller must rewind all later passes, too, in any order.
+
+        Args:
+            shares: the shares of the pass.
+        """
         for request, span, *_ in shares:
             length = min(span.start, self.pool.get_seq_len(span.slot))
             self.pool.advance([span._replace(length=length)])
@@ -291,7 +300,10 @@ class Runner(ABC):
     # ------------------------------------------------------------------ commit
 
     def commit(self, launched: Launched) -> list[StepOutput]:
-        """Turn sampled ids into text, stop decisions and outputs. A request's error fails that request alone."""
+        """Commit the tokens of a launched step: make text, decide which requests end, and return the outputs.
+
+        An error in one request fails that request alone.
+        """
         outputs: list[StepOutput] = []
         for done in launched.sampled:
             if not done.requests:
@@ -312,7 +324,7 @@ class Runner(ABC):
         """Commit the tokens of a pass's rows. A request's rows are adjacent. Its rows after a wrong guess, or after
         the request's end, are dropped."""
         outputs: list[StepOutput] = []
-        wrong: Request | None = None  # its later rows follow a wrong guess
+        wrong: Request | None = None  # a request whose further rows follow a wrong guess
         for request, token_id, row_logprobs in zip(requests, token_ids, logprobs, strict=True):
             if request.is_terminal or request is wrong:
                 continue
@@ -341,12 +353,13 @@ class Runner(ABC):
         return right
 
     def register_prefixes(self, plan: StepPlan) -> None:
-        """Let later requests share the prefixes that this plan has computed."""
+        """Let later requests share the prefixes that this plan's chunks have completed."""
         for chunk in plan.prefill:
             self._aside(functools.partial(self.pool.register_prefix, chunk.request, chunk.end))
 
 
 def raise_if_fatal(error: Exception) -> None:
-    """Raise EngineDeadError for a device's error, except out of memory, which leaves the device as it was."""
+    """Raise EngineDeadError if `error` is an error of the device. Out of memory does not count: the device stays
+    usable."""
     if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
         raise EngineDeadError(DEVICE_FAILED) from error

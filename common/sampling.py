@@ -68,7 +68,8 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
 
 
 def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
-    """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape can record it."""
+    """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape (`kernels.tape`) can
+    record it."""
     scores = _adjust(logits, inputs)
     if use_triton(scores):
         token_ids = draw_triton(scores, inputs.settings)
@@ -85,7 +86,14 @@ def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
 
 
 def _report(logits: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sampled:
-    """Add the log-probabilities of the L reported rows: logits [S, vocab], tokens [S] -> `Sampled`."""
+    """Add log-probabilities to sampled tokens.
+
+    Args:
+        logits: [S, vocab].
+        token_ids: [S], the sampled tokens.
+        reported: [L], indices of the rows whose log-probabilities are returned.
+        top: number of most likely tokens that are returned with them.
+    """
     raw = logits[reported].float()
     logprobs = _below(raw.amax(dim=-1), raw).log_softmax(dim=-1)
     values, ids = logprobs.topk(top, dim=-1)
@@ -94,7 +102,12 @@ def _report(logits: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sa
 
 
 def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
-    """Copy the log-probabilities to the host. Returns an entry for each request, None if it requested none."""
+    """Copy the log-probabilities to the host. Returns an entry for each sampled row; None for rows without any.
+
+    Args:
+        sampled: the sampled rows.
+        requests: the request of each row.
+    """
     if sampled.logprobs is None or sampled.top_logprobs is None or sampled.top_ids is None:
         return [None] * len(requests)
     entries = zip(
@@ -115,8 +128,10 @@ def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLo
 
 
 def _adjust(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Apply biases, penalties, held-back endings and grammar masks: [S, vocab] -> [S, vocab] float32. Returns
-    `logits` itself if none apply."""
+    """Apply biases, penalties and masks to logits, and forbid EOS and stop tokens that are held back.
+
+    [S, vocab] -> [S, vocab] float32. If nothing applies to any row, returns `logits` itself.
+    """
     given = inputs.biases, inputs.penalties, inputs.held_back, inputs.masked
     if all(each is None for each in given):
         return logits
@@ -133,7 +148,13 @@ def _adjust(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def _mask(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
-    """Set scores [S, vocab] of C rows to minus infinity where the token's bit in `words` [C, W] is not set."""
+    """Return scores [S, vocab] in which forbidden tokens have minus infinity.
+
+    Args:
+        scores: [S, vocab].
+        rows: [C], indices of the rows that have a mask.
+        words: [C, W], their masks. A token is forbidden if its bit is not set.
+    """
     # A table of 256 rows expands a byte into eight bounds, which is many times as fast as single bits.
     bits = torch.arange(256, device=scores.device).unsqueeze(1) >> torch.arange(8, device=scores.device) & 1
     bounds = torch.where(bits > 0, torch.inf, -torch.inf)
@@ -143,7 +164,7 @@ def _mask(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
 
 
 def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
-    """Apply all penalties to scores [S, vocab]; entries and penalties as in `SamplingInputs`.
+    """Apply all penalties to scores [S, vocab]. The arguments are `penalised` and `penalties` of `SamplingInputs`.
 
     Repetition (Keskar et al. 2019) divides positive and multiplies negative scores of all tokens so far, including
     the prompt. Frequency is subtracted for each occurrence and presence once, for generated tokens only, as in
@@ -184,8 +205,14 @@ def _below(best: Tensor, scores: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, best: Tensor, token_ids: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Sample a token for each row that is not greedy: scores [S, vocab], each row's best [S], and its token [S],
-    which greedy rows keep -> [S]."""
+    """Sample a token for each row that is not greedy. Returns the tokens of all rows [S].
+
+    Args:
+        scores: [S, vocab].
+        best: [S], the highest score of each row.
+        token_ids: [S], the tokens with these scores. Greedy rows keep them.
+        inputs: the sampling parameters of the rows.
+    """
     if inputs.settings is None:
         return token_ids
     if inputs.unordered is not None:
@@ -202,16 +229,21 @@ def _draw(scores: Tensor, best: Tensor, token_ids: Tensor, inputs: SamplingInput
 
 
 def _heated(scores: Tensor, settings: _Settings) -> Tensor:
-    """Return the probabilities at the rows' temperatures: [R, vocab] -> [R, vocab]."""
+    """Return the rows' probabilities, after dividing scores by the temperatures: [R, vocab] -> [R, vocab]."""
     return (scores / settings.temperature.float()).softmax(dim=-1)
 
 
 def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) -> Tensor:
-    """Sample a token for each row under top-k and top-p: [R, vocab], [R, vocab] -> [R].
+    """Sample a token for each row that has top-k or top-p: [R, vocab], [R, vocab] -> [R].
 
-    Uses the most likely candidates, or all tokens in rows where the candidates do not suffice. Both give the same
-    bits: the sum of probabilities up to a rank does not depend on later ranks. Tokens are sorted by their scores
-    before the temperature, since a huge temperature makes all probabilities equal.
+    On a CPU, sorts only the most likely tokens (`FIRST_CANDIDATES`), and all tokens in rows where these do not
+    suffice. Both give the same bits: the sum of probabilities up to a rank does not depend on later ranks. Tokens
+    are sorted by their scores before the temperature, since a huge temperature makes all probabilities equal.
+
+    Args:
+        scores: [R, vocab], the scores minus the best score of their row.
+        probabilities: [R, vocab], at the rows' temperatures.
+        settings: of these rows.
     """
     vocab = scores.shape[-1]
     # Finding the rows that need more candidates reads from the device. On a GPU without Triton, the host would wait
@@ -228,18 +260,22 @@ def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) ->
 def _draw_from_first(
     scores: Tensor, probabilities: Tensor, settings: _Settings, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Sample from the `count` most likely tokens. Returns the tokens [R], and whether `count` was enough [R]."""
+    """Sample a token of each row from its `count` most likely tokens.
+
+    Returns the tokens [R], and for each row whether `count` tokens were enough [R].
+    """
     ids, complete = _most_likely(scores, count)
     kept, suffice = _keep_first(probabilities.gather(1, ids), complete, scores.shape[-1], settings)
     return ids.gather(1, _pick(kept, settings).unsqueeze(1)).squeeze(1), suffice
 
 
 def _most_likely(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens in descending order, equal ones by id: [R, vocab] -> [R, count].
+    """Find the `count` tokens with the highest scores of each row [R, vocab].
 
     Returns:
-        Their ids, and how many leading ids [R, 1] are certain to equal those of a sort of the whole row. The ids
-        after them are as likely as the last one, and other tokens of the same probability may be missing.
+        The ids of these tokens [R, count], in descending order of scores, and by id if scores are equal. And how
+        many leading ids [R, 1] are certain to equal those of a sort of the whole row. The ids after them have the
+        same score as the last id, and other tokens with this score may be missing.
     """
     if count == scores.shape[-1]:
         ids = scores.argsort(dim=-1, descending=True, stable=True)
@@ -252,7 +288,7 @@ def _most_likely(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _keep_first(
     probabilities: Tensor, complete: Tensor, vocab: int, settings: _Settings
 ) -> tuple[Tensor, Tensor]:
-    """Apply top-k, then top-p (nucleus sampling, Holtzman et al. 2019) to the remaining tokens.
+    """Apply top-k, then apply top-p (nucleus sampling, Holtzman et al. 2019) to the tokens that remain.
 
     Args:
         probabilities: [R, n], of each row's most likely tokens, in descending order.
@@ -261,8 +297,8 @@ def _keep_first(
         settings: of these rows.
 
     Returns:
-        The probabilities [R, n] with 0 for filtered tokens, and whether all kept tokens are among the `complete`
-        ones [R].
+        The probabilities [R, n] with 0 for filtered tokens, and for each row whether all kept tokens are among its
+        first `complete` tokens [R].
     """
     ranks = torch.arange(probabilities.shape[-1], device=probabilities.device)
     top_k = settings.top_k.long()

@@ -40,8 +40,8 @@ class SamplingInputs(NamedTuple):
     Attributes:
         settings: [S, 5] float64, temperature, filters and random number of each row, if any row samples: see
             `kernels.draw.SETTINGS`.
-        unordered, ordered: [U] and [O] int64, the sampled rows that need no sorted tokens, and those that do. The
-            other rows are greedy.
+        unordered: [U] int64, the sampled rows without top-k and top-p, which need no sorted tokens.
+        ordered: [O] int64, the other sampled rows. Rows in neither tensor are greedy.
         biased: [2, b] int32, rows and tokens whose scores get a bias.
         biases: [b] float32, the biases.
         penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
@@ -70,8 +70,17 @@ class SamplingInputs(NamedTuple):
     def of(
         cls, requests: Sequence[Request], masks: TokenMasks | None, vocab: int, device: torch.device
     ) -> SamplingInputs:
-        """Collect the requests' parameters, row by row. A request may have several adjacent rows. Each of them
-        samples a token as if the guesses before it (`Request.drafts`) had been generated."""
+        """Collect the parameters of a pass's rows as tensors on a device.
+
+        A request may have several adjacent rows. Each of its rows samples a token as if the guesses before that
+        token (`Request.drafts`) had been generated.
+
+        Args:
+            requests: the request of each row.
+            masks: the masks of the rows that have one; None: no row has one.
+            vocab: size of the vocabulary.
+            device: the device of the tensors.
+        """
         settings: list[Sequence[float]] = [GREEDY] * len(requests)
         drawn: tuple[list[int], list[int]] = ([], [])
         reported: list[int] = []
@@ -109,7 +118,8 @@ class SamplingInputs(NamedTuple):
             return torch.tensor(values) if values else None
 
         def joined(arrays: Sequence[npt.NDArray[Any]]) -> Tensor | None:
-            """Concatenate arrays: always a copy, since each array changes in later steps."""
+            """Concatenate arrays into a new tensor, since each array changes in later steps. None if the list is
+            empty."""
             return torch.from_numpy(np.concatenate(arrays, axis=-1)) if arrays else None
 
         inputs = cls(
@@ -140,7 +150,7 @@ class TokenMasks:
     """The tokens that grammars, `allowed_token_ids` and `bad_words` allow in some rows of a pass.
 
     Attributes:
-        rows: the C rows that have a mask.
+        rows: indices of the C rows that have a mask.
         words: [C, W] int32, on the host. Row `rows[c]` may choose token i if bit i % 32 of `words[c, i // 32]` is
             set.
     """
@@ -173,12 +183,14 @@ class TokenMasks:
 
 
 def is_ordered(params: SamplingParams) -> bool:
-    """Return whether a sampled row sums its probabilities by rank, the likeliest first, and not by token id."""
+    """Return whether a sampled row has top-k or top-p, so that it sums its probabilities in order of rank (the
+    likeliest first) instead of token id."""
     return params.top_k is not None or params.top_p < 1.0
 
 
 def settings_of(request: Request, ahead: int, vocab: int) -> tuple[float, ...]:
-    """Return a sampled request's row of `SamplingInputs.settings`. `ahead`: as for `Request.next_uniform`."""
+    """Return a row of `SamplingInputs.settings` for a request that is not greedy. `ahead`: as for
+    `Request.next_uniform`."""
     params = request.params
     return (
         min(max(params.temperature, COLDEST), HOTTEST),

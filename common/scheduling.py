@@ -25,7 +25,7 @@ class PrefillChunk:
 
     @classmethod
     def rest(cls, request: Request) -> PrefillChunk:
-        """Return the chunk of all tokens that are still to be computed before the next one is sampled."""
+        """Return the chunk of all tokens that must still be computed before the next token can be sampled."""
         return cls(request, request.prefill_progress, len(request.token_ids))
 
     @property
@@ -64,7 +64,7 @@ class StepPlan:
         return (*self.decode, *[chunk.request for chunk in self.prefill])
 
     def without_ended(self) -> StepPlan:
-        """Return the same plan without the requests that have ended since."""
+        """Return a plan with the same work, except for requests that have ended since. Its `verifies` is False."""
         return StepPlan(
             decode=tuple(request for request in self.decode if not request.is_terminal),
             prefill=tuple(chunk for chunk in self.prefill if not chunk.request.is_terminal),
@@ -101,9 +101,9 @@ class Scheduler(ABC):
     A step calls `retire`, `make_room`, `admit` and `plan`, in that order. The engine releases the memory of the
     requests that `retire` and `make_room` return.
 
-    Requests wait in a queue of `max_waiting_requests` for one of `max_batch_size` seats. Preempted requests go
-    first, then the others by their `rank`: first come, first served among requests of the same priority. A request
-    may starve: it waits as long as requests of a lower priority number keep coming.
+    Requests wait in a queue of `max_waiting_requests` for one of `max_batch_size` seats (places in the batch).
+    Preempted requests go first, then the others by their `rank`: first come, first served among requests of the
+    same priority. A request may starve: it waits as long as requests of a lower priority number keep coming.
 
     A phase decides when seats are filled (`admit`), when they are cleared (`_clear_seats`), and which tokens of the
     seated requests a step computes (`plan`).
@@ -114,7 +114,8 @@ class Scheduler(ABC):
         active: requests that were admitted and not yet retired, in order of admission.
         preemptions: how many requests were preempted since the start.
         failed_drafters: how many times guessing a request's tokens failed since the start (phase 10).
-        row_cost: the cost of a row, which the warm-up measures; None: the scheduler does not use it.
+        row_cost: the fixed time of a step in units of a row's time, which the warm-up measures; None: the scheduler
+            does not use it.
     """
 
     has_priorities: ClassVar[bool] = True
@@ -131,7 +132,7 @@ class Scheduler(ABC):
     # ------------------------------------------------------------------ the queue
 
     def add_request(self, request: Request) -> bool:
-        """Queue a request. False: the queue is full, nothing has changed."""
+        """Queue a request. Returns False, and changes nothing, if the queue is full."""
         if self.queue_room() < 1:
             return False
         place = len(self.waiting)
@@ -158,8 +159,8 @@ class Scheduler(ABC):
         return bool(self.waiting or self.active)
 
     def next_wake(self, now: float) -> float | None:
-        """Return when the next step has something to do. `now` or earlier: at once. None: not before a request is
-        added."""
+        """Return when the next step has something to do, on the scheduler's clock. The time is `now` or earlier if
+        there is work already. None: not before a request is added."""
         return now if self.has_work else None
 
     # ------------------------------------------------------------------ a step
@@ -179,7 +180,8 @@ class Scheduler(ABC):
         """Preempt requests to free seats or memory for others. Returns the preempted requests.
 
         The engine releases their memory and calls again, until the list is empty. This base class frees seats: a
-        group that holds more than its share gives one up while others wait. From phase 6 on, memory is freed too.
+        group that holds more than its share gives up a seat while requests of other groups wait. From phase 6 on,
+        memory is freed, too.
         """
         greediest = self._over_share(pool)
         return [] if greediest is None else self._make_way(greediest)
@@ -195,7 +197,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def admit(self, pool: SchedulerPool) -> None:
-        """Move waiting requests to PREFILL as far as seats and memory go."""
+        """Admit waiting requests while seats and memory are free: reserve their memory and move them to PREFILL."""
 
     @abstractmethod
     def plan(self) -> StepPlan:
@@ -208,12 +210,12 @@ class Scheduler(ABC):
         return self.config.max_batch_size - len(self.active)
 
     def _fill_seats(self, pool: SchedulerPool) -> None:
-        """Seat waiting requests. Stops at the first request that finds no seat or no memory."""
+        """Give seats to waiting requests, in order. Stops at the first request that finds no seat or no memory."""
         while (request := self.next_waiting()) and self._seat(request, pool):
             pass
 
     def next_waiting(self) -> Request | None:
-        """Return the request that is seated next; None if no seat is free or none waits.
+        """Return the waiting request that gets a seat next; None if no seat is free or no request waits.
 
         This is the first in the queue, except that a group which holds its share of the seats lets others go first.
         So the 32 choices of one answer do not take every seat while other clients wait.
@@ -247,21 +249,21 @@ class Scheduler(ABC):
         return True
 
     def _entitled(self) -> list[Request]:
-        """Return the waiting requests whose group holds less than its share of the seats."""
+        """Return the waiting requests without a group, and those of groups with less than their share."""
         share, held = self._share(), self._held()
         return [request for request in self.waiting if not request.group or held[request.group] < share]
 
     def _share(self) -> int:
-        """Return how many seats one group may hold while others wait: an equal share, at least one."""
+        """Return how many seats one group may hold while others wait: seats divided by groups, at least 1."""
         groups = {request.group or request.request_id for request in (*self.active, *self.waiting)}
         return max(1, self.config.max_batch_size // len(groups))
 
     def _held(self) -> Counter[str]:
-        """Return how many seats each group holds."""
+        """Return how many seats each group holds. Requests without a group are left out."""
         return Counter(request.group for request in self.active if request.group)
 
     def _seat(self, request: Request, pool: SchedulerPool) -> bool:
-        """Give a waiting request its memory and make it active. False: there is not enough memory."""
+        """Reserve memory for a waiting request and make it active. Returns False if memory is short."""
         if not pool.reserve(request, len(request.token_ids)):
             return False
         self.waiting.remove(request)

@@ -6,7 +6,7 @@ step     [ wait ..... ][commit][plan][launch]                         phases 9 a
 stream   .. forward ][ sample ][ forward ................
 ```
 
-A step whose requests have masks for allowed tokens has a part `mask`, too: its time until the masks are computed.
+If requests have masks of allowed tokens, the step has a part `mask`, too: the time until the masks are computed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StepParts:
         self._time(self._timer)
 
     def take(self) -> list[Part]:
-        """Return the parts that have ended since the last call: first the host's, then the stream's, each in order.
-        A part of the stream may belong to an earlier step."""
+        """Return the parts that have ended since the last call: first the host's parts in order of time, then the
+        stream's. A part of the stream may belong to an earlier step."""
         stream = self._engine.runner.stream
         works = [] if stream is None else stream.take_times()
         return self._timer.take() + [Part("stream", work.name, work.began_s, work.ended_s) for work in works]

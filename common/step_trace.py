@@ -43,7 +43,7 @@ from common.scheduling import StepPlan
 from common.telemetry import StepRecord
 
 VERSION = 1
-KEY_EVERY = 64  # frames from one key frame to the next: the most that a jump to a frame reads
+KEY_EVERY = 64  # frames from one key frame to the next: the most that a viewer reads to show any frame
 WAITING_NAMED = 24  # waiting requests that a frame names; the others are only counted
 
 Header = dict[str, Any]
@@ -71,12 +71,12 @@ class _Known:
     ended: bool = False
     slot: int | None = None
     table: list[int] = field(default_factory=list)
-    guesses: int = 0  # in the latest frame
-    accepted: int = 0  # guesses that had come true by then
+    guesses: int = 0  # guesses that the step of the latest frame computed
+    accepted: int = 0  # guesses that were accepted until the latest frame
 
 
 class FrameMaker:
-    """Makes frames of an engine's steps, each with the changes since the frame before.
+    """Makes frames of an engine's steps. Each frame has the changes since the previous frame.
 
     Call `note` for every step, and `frame` for the steps to be shown: in the engine's thread, between two steps.
     """
@@ -98,7 +98,7 @@ class FrameMaker:
         self._until_key = 0
 
     def note(self, outputs: Sequence[StepOutput]) -> None:
-        """Note a step's outputs. The requests that ended are part of the next frame."""
+        """Note a step's outputs. The next frame reports the requests that they end."""
         self._ended += [output for output in outputs if output.finished]
 
     def frame(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> Frame:
@@ -122,7 +122,8 @@ class FrameMaker:
         return frame
 
     def _forget(self) -> None:
-        """Reset the state for a key frame. Requests that are still live keep their numbers."""
+        """Forget what earlier frames have reported, so that a key frame reports the whole state. Requests that are
+        still live keep their numbers."""
         self._until_key = KEY_EVERY
         self._memory, self._waiting, self._kept = (-1, -1), (0, []), set()
         for known in self._known.values():
@@ -136,7 +137,7 @@ class FrameMaker:
         }
 
     def _know(self, request: Request, frame: Frame) -> _Known:
-        """Return a request's entry. The frame gets its id if it is the first frame to name it."""
+        """Return a request's entry. Add its id to `frame` if no frame since the latest key frame has named it."""
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
             known = self._known[request.request_id] = _Known(request, self._named)
@@ -214,7 +215,10 @@ class FrameMaker:
             frame["found"] = found
 
     def _add_ends(self, frame: Frame, before: Sequence[_Known]) -> None:
-        """Add preempted and ended requests, and the guesses that came true."""
+        """Add preempted and ended requests, and the numbers of accepted guesses, to a frame.
+
+        `before`: the requests that had a seat in the previous frame.
+        """
         preempted = [self._know(known.request, frame).number for known in before if _was_preempted(known)]
         if preempted:
             frame["preempted"] = preempted
@@ -236,7 +240,7 @@ class FrameMaker:
         self._ended.clear()
 
     def _end(self, output: StepOutput, frame: Frame) -> int:
-        """Return the number of an ended request. If no frame has named it, this frame does."""
+        """Return the number of an ended request. If no frame has named the request, add its id to `frame`."""
         known = self._known.get(output.request_id)
         if known is not None and not known.ended:
             known.ended = True
@@ -248,7 +252,8 @@ class FrameMaker:
 
 
 def _was_preempted(known: _Known) -> bool:
-    """Return whether a request that had a seat waits again, or was admitted again since."""
+    """Return whether a request that had a seat in the previous frame has been preempted since. If so, it waits now
+    or was admitted again with another slot."""
     request = known.request
     return request.state is RequestState.WAITING or (not request.is_terminal and request.slot != known.slot)
 

@@ -1,4 +1,4 @@
-"""Streams run the passes of phase 9: work is submitted, runs in order, and is waited for later.
+"""Streams run the passes from phase 9 on: the host submits work, which runs in order, and waits for it later.
 
 ```text
 host     submit t   submit t+1         wait t        submit t+2        wait t+1
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Pending(ABC):
-    """Submitted work."""
+    """Work that was submitted to a stream."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -82,7 +82,7 @@ class Stream(ABC):
             inputs: must not change until the work is done.
             after: work submitted earlier. Its results are passed to the function before `inputs`, and the host does
                 not wait for them.
-            fetch: whether the host will read the results.
+            fetch: whether the host will read the results. If so, they are copied to the host.
             by_row: row i of each result depends on row i of the inputs alone, and the inputs are on the host. The
                 stream may then add rows, to fit a graph that was captured for a fixed number of rows.
             rows: number of tokens that the work computes. None: unknown. A stream may use fewer threads for few
@@ -95,7 +95,8 @@ class Stream(ABC):
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function that computes, after all submitted work and never beside it. Returns its result."""
+        """Run a function that computes, after all submitted work has ended, and block until it returns. Returns its
+        result."""
 
     def aside(self, function: Callable[[], T]) -> T:
         """Like `call`, for functions that touch finished work only. A stream that can run them without waiting for
@@ -104,13 +105,14 @@ class Stream(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until all submitted work has ended, and the function of a `call` that was interrupted."""
+        """Block until all submitted work has ended, and also the function of a `call` that was interrupted."""
 
     def time_work(self, wanted: bool) -> None:  # noqa: B027 - a stream without timing has nothing to prepare
         """Start or stop timing the work, for `take_times`."""
 
     def take_times(self) -> list[Work]:
-        """Return the work that has ended since the last call, in order: the latest `MOST_TIMES` at most."""
+        """Return the names and times of the work that has ended since the last call, in order: at most the latest
+        `MOST_TIMES`. Empty if the stream does not time its work."""
         return []
 
 
@@ -121,8 +123,8 @@ def open_stream(
 
     Args:
         device: where the work computes.
-        recorded: whether a CPU records the work and plays the recordings.
-        graph_sizes: numbers of rows for which work is captured, on a GPU.
+        recorded: on a CPU, whether the stream records the work and plays the recordings.
+        graph_sizes: on a GPU, the numbers of rows for which the stream captures work.
         threads: see `TapeStream`.
     """
     if device.type == "cuda":
@@ -185,7 +187,11 @@ class _Played(Pending):
 
 
 class Done(Pending):
-    """Work that was run during `submit`."""
+    """Work that was done when `submit` returned.
+
+    Args:
+        outputs: its results.
+    """
 
     def __init__(self, outputs: tuple[Tensor, ...]) -> None:
         self.outputs = outputs
@@ -201,8 +207,8 @@ class TapeStream(Stream):
     """A CPU's stream: records work the first time a key is submitted, and plays the recording after that.
 
     Attributes:
-        threads: how many threads share the work. By default the process's default number.
-        few_rows: work of at most this many rows has one thread less. None: the warm-up chooses the number.
+        threads: how many threads compute the work. By default, as many as torch uses.
+        few_rows: work of at most this many rows is computed by one thread less. None: the warm-up sets the number.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -261,7 +267,10 @@ class TapeStream(Stream):
         return [Work(keys[ticket], began, ended) for ticket, began, ended in times if ticket in keys]
 
     def aside(self, function: Callable[[], T]) -> T:
-        """Run a function in the calling thread, on one core: more threads would be a second pool of workers."""
+        """Run a function in the calling thread, on one core: more threads would be a second pool of workers.
+
+        Does not wait for pending work.
+        """
         threads = torch.ops.infer.set_threads_here(1)
         try:
             return function()

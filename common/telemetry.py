@@ -1,4 +1,4 @@
-"""Telemetry: a ring buffer of the engine's steps, counters since its start, and the durations of requests."""
+"""Telemetry: a ring buffer of the engine's steps, counters since its start, and histograms of requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepRecord:
     passes: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
-    padded_tokens: int = 0  # padding that is computed to fill a rectangle
+    padded_tokens: int = 0  # padding that is computed to make all prompts of a pass equally long
     idle_rows: int = 0  # decode rows of requests that are done already
     kv_used_tokens: int = 0
     kv_reserved_tokens: int = 0
@@ -35,7 +35,7 @@ class StepRecord:
     cached_tokens: int = 0  # of these prompt tokens: prefix hits
     drafts: int = 0  # requests whose next tokens are guessed
     draft_tokens: int = 0  # guesses that are computed
-    accepted_tokens: int = 0  # guesses, of this step or an earlier one, that were read and came true
+    accepted_tokens: int = 0  # guesses of this or an earlier step that this step committed as accepted
 
 
 class Part(NamedTuple):
@@ -96,7 +96,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # divided by prompt_tokens: the prefix cache's hit rate
     evictions: int = 0  # blocks evicted from the prefix cache
-    drafts: int = 0  # one for each request and step with guesses
+    drafts: int = 0  # requests with guesses, counted in each step
     draft_tokens: int = 0
     accepted_tokens: int = 0  # divided by draft_tokens: the acceptance rate
     failed_drafters: int = 0  # drafters that raised; their requests go on without guesses
@@ -109,7 +109,8 @@ class Telemetry:
 
     Attributes:
         timer: times the parts of each step; None: parts are not timed.
-        accepted_at: how many guesses came true, by their position in a run of guesses.
+        accepted_at: number of accepted guesses, by their place after the token before them: index 0 counts first
+            guesses, index 1 second guesses, and so on.
     """
 
     capacity: int = 4096
@@ -141,7 +142,7 @@ class Telemetry:
         self.records.append(record)
 
     def count_accepted(self, position: int) -> None:
-        """Count a guess that came true; `position` is 1 for the first of a run."""
+        """Count an accepted guess. `position`: 1 for the first guess of a request in a step, 2 for the second, …"""
         self.current.accepted_tokens += 1
         self.accepted_at += [0] * (position - len(self.accepted_at))
         self.accepted_at[position - 1] += 1
@@ -176,13 +177,13 @@ class Telemetry:
 # ---------------------------------------------------------------------- requests, as their clients see them
 
 
-#: Bounds of durations, in seconds: from less than a step to more than any client waits.
+#: Bounds of a histogram's buckets for durations, in seconds: from less than a step to more than any client waits.
 SECONDS: tuple[float, ...] = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
 )
 
-#: Bounds of lengths, in tokens.
+#: Bounds of a histogram's buckets for lengths, in tokens.
 TOKENS: tuple[float, ...] = tuple(digit * 10.0**power for power in range(6) for digit in (1.0, 2.0, 5.0))
 
 

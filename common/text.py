@@ -21,8 +21,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokenizer:
     """The `tokenizer.json` of a checkpoint, and its chat template.
 
-    A model may have more ids than its tokenizer, such as a dummy that borrows one. Such foreign ids decode to
-    `<1234>`.
+    A model may have more ids than its tokenizer, such as a dummy model that borrows another model's tokenizer. Ids
+    that the tokenizer lacks are called foreign, and decode to texts like `<1234>`.
 
     Attributes:
         chat_template: renders conversations for this model; None if its checkpoint has no template.
@@ -133,8 +133,8 @@ class IncrementalDetokenizer:
         tokenizer: the model's.
         prompt_token_ids: the tokens before the text.
         stop: stop strings.
-        min_tokens: number of tokens at which stop strings are ignored.
-        include_stop: the text ends with the stop string that ends it, instead of before it.
+        min_tokens: stop strings are ignored for this many tokens.
+        include_stop: whether the text includes the stop string that ends it.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -142,7 +142,7 @@ class IncrementalDetokenizer:
     #: four bytes a character.
     MAX_UNFINISHED = 4
 
-    #: Tokens of the prompt that are the context of the first new token (does a space come before it?).
+    #: How many last tokens of the prompt are decoded as context. They decide if the answer begins with a space.
     CONTEXT = 8
 
     def __init__(
@@ -170,7 +170,8 @@ class IncrementalDetokenizer:
             self._decode(token_id)
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-        """Return a prompt's last tokens, from the start of a character: half of one would appear in the answer."""
+        """Return up to `CONTEXT` last tokens of a prompt. They begin at a whole character: half a character would
+        appear in the answer."""
         tail = [i for i in prompt_token_ids[-self.CONTEXT :] if not self._tokenizer.is_foreign(i)]
         while tail and self._decoded(tail).startswith(REPLACEMENT):
             tail = tail[1:]
@@ -187,7 +188,7 @@ class IncrementalDetokenizer:
         return stream
 
     def add(self, token_id: int) -> str:
-        """Return the text that can be delivered with this token. Sets `stopped` if it completes a stop string."""
+        """Add a token. Returns the text that can be delivered now. Sets `stopped` if a stop string is complete."""
         text = self._decode(token_id)
         if self._unstoppable > 0:
             self._unstoppable -= 1
@@ -195,7 +196,7 @@ class IncrementalDetokenizer:
         return self._release(text)
 
     def finish(self) -> str:
-        """Return the text that is still held back, since no stop string followed. Drops an unfinished character."""
+        """Return the text that is still held back, at the end of the answer. Drops an unfinished character."""
         held, self._held = self._held, ""
         return "" if self.stopped else held
 
@@ -234,7 +235,10 @@ class IncrementalDetokenizer:
         return REPLACEMENT in self._decoded(self._unfinished)[:-1]
 
     def _flush_broken(self) -> str:
-        """Return U+FFFD for tokens that will never form a character, so that later tokens can be decoded."""
+        """Drop the unfinished tokens, which will never form a character, so that later tokens can be decoded.
+
+        Returns their text, with U+FFFD for the broken characters.
+        """
         if not self._unfinished:
             return ""
         text = self._decoded(self._unfinished)
@@ -245,7 +249,10 @@ class IncrementalDetokenizer:
     # ------------------------------------------------------------------ stop strings
 
     def _release(self, text: str, *, stoppable: bool = True) -> str:
-        """Search decoded text for stop strings. Returns the text that can be delivered, and holds back the rest."""
+        """Search new text for stop strings. Returns the text that can be delivered, and holds back the rest.
+
+        `stoppable`: whether a stop string ends the text.
+        """
         if not self._stop:
             return text
         before = len(self._held)

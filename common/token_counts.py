@@ -16,9 +16,9 @@ import torch
 class TokenCounts:
     """The tokens that a request's penalties apply to, and how often each was generated.
 
-    Only tokens that occurred have an entry. There is memory for the longest answer, and `with_prompt` for each
-    different token of the prompt: 12 bytes a token. A count for each token of the vocabulary would take half a
-    megabyte.
+    Only tokens that occurred have an entry, of 12 bytes. Memory is allocated for `max_new_tokens` entries and, if
+    `with_prompt`, for each different token of the prompt. A count for each token of the vocabulary would take half
+    a megabyte.
 
     Args:
         prompt: the request's prompt.
@@ -44,7 +44,7 @@ class TokenCounts:
         self._counted = len(token_ids)
 
     def at_row(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the entries of the request for a pass in which it has row `row`.
+        """Return the request's entries for a pass in which it has row `row`.
 
         Returns:
             [3, n]: the row, each token once, and how often it was generated (0 for tokens of the prompt alone).

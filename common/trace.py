@@ -44,7 +44,7 @@ TRACKS = {"host": 1, "stream": 2}  # the format calls a track a thread
 
 
 class Sink(Protocol):
-    """Receives the bytes of a trace, one or more whole events in each call.
+    """Receives the bytes of a trace. Each call of `write` has one or more whole events.
 
     Raises:
         OSError: no more bytes can be written.
@@ -112,7 +112,8 @@ _ADMITTED = {RequestState.PREFILL: "prefill", RequestState.DECODE: "decode"}
 
 
 class RequestTrack:
-    """Makes a request's events. Spans of one track are nested: the span begun last ends first."""
+    """Makes the trace events of one request, which a viewer draws as one track. Spans of a track are nested: the
+    span that began last ends first."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -121,7 +122,7 @@ class RequestTrack:
 
     @property
     def stage(self) -> str:
-        """`waiting`, `prefill` or `decode`."""
+        """The request's stage: `waiting`, `prefill` or `decode`."""
         return self._open[-1]
 
     def begin(self, now: float, **known: Any) -> list[Event]:
@@ -135,8 +136,8 @@ class RequestTrack:
         """Return the events of a step for this request.
 
         Args:
-            began: when the step began, in microseconds.
-            ended: when it ended.
+            began: when the step began, in microseconds since the recording began.
+            ended: when the step ended, likewise.
             chunk: the request's chunk in the step, if it has one.
             first_token: whether the step returned the request's first token.
         """
@@ -157,7 +158,10 @@ class RequestTrack:
         return events + (self.end(ended) if self.request.is_terminal else [])
 
     def end(self, now: float) -> list[Event]:
-        """Return the events that close the track: the request has ended, or the recording ends before it."""
+        """Return the events that close the track, when the request has ended or the recording ends before it.
+
+        `now`: in microseconds since the recording began.
+        """
         request = self.request
         reason = request.finish_reason or ("error" if request.error else "still running")
         known = {
@@ -194,10 +198,10 @@ def _plain(text: str) -> str:
 
 
 class Recording:
-    """Writes an engine's events to a sink, from `begin` to `end`. Keeps state of the live requests only.
+    """Writes an engine's events to a sink, from `begin` to `end`. Only the tracks of live requests are in memory.
 
     Attributes:
-        ended_early: True if the sink could not be written any more.
+        ended_early: True if writing to the sink has failed, so that the trace has ended.
     """
 
     def __init__(self, sink: Sink, phase: Phase) -> None:
@@ -254,7 +258,7 @@ class Recording:
         self._sink.close()
 
     def give_up(self) -> None:
-        """End the trace early: the sink cannot be written any more."""
+        """End the trace early, since writing to the sink has failed."""
         self.ended_early = True
         self._tracks.clear()
         self._sink.close()
@@ -286,7 +290,7 @@ class Recording:
 
 
 class Tracer:
-    """Runs the recordings of one engine, any number at a time. The engine is watched only while there are any.
+    """Runs recordings of one engine, any number at a time. Watches the engine only while there are recordings.
 
     Call its methods in the engine's thread, between two steps.
     """
@@ -297,7 +301,7 @@ class Tracer:
         self._recordings: dict[Sink, Recording] = {}
 
     def start(self, sink: Sink) -> None:
-        """Start a recording into a sink. Live requests are included."""
+        """Start a recording into a sink. It includes the requests that are live already."""
         engine = self._engine
         if not self._recordings:
             self._parts.start()
@@ -327,7 +331,7 @@ class Tracer:
         self._write_to(self._recordings.values(), lambda one: one.stepped(record, plan, outputs, parts))
 
     def _write_to(self, recordings: Iterable[Recording], write: Callable[[Recording], None]) -> None:
-        """Call `write` for each recording. If its sink fails, that recording ends and the engine goes on."""
+        """Call `write` for each recording. If its sink fails, the recording ends and the engine goes on."""
         for recording in recordings:
             if recording.ended_early:
                 continue

@@ -1,7 +1,7 @@
-"""Records or captures the passes of a stream before the first request, and chooses which have one thread less.
+"""Records or captures the passes of a stream before the first request, and chooses which run on one thread less.
 
-Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler
-decides by the cost of a row, this cost is measured, too.
+Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler decides by
+the cost of a row of a pass (`RowCost`), this cost is measured, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.streams import CudaStream, Stream, TapeStream
 
 logger = logging.getLogger(__name__)
 
-TRIALS = 8
+TRIALS = 8  # runs of each measurement, of which the fastest counts
 FEW_ROWS = (1, 2, 4, 8, 16)  # numbers of rows that `few_rows` tries, in this order
 HOST_S = 3e-4  # seconds of host work in a step, roughly
 LONG_S = 100 * HOST_S  # seconds of a pass beside which the host's work no longer matters
@@ -28,9 +28,9 @@ ROWS = 32  # `measure` times steps of one row and of this many
 
 
 def warm_up(runner: Runner, scheduler: Scheduler) -> None:
-    """Record or capture the common kinds of passes, if the runner's stream does either.
+    """Record or capture the common kinds of passes, if the runner's stream does either. Otherwise do nothing.
 
-    Then measure the cost of a row, if the scheduler decides by it.
+    Then measure the cost of a row (`RowCost`), if the scheduler decides by it.
     """
     stream = runner.stream
     if isinstance(stream, TapeStream):
@@ -44,7 +44,7 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
 
 
 def record(runner: Runner, stream: TapeStream) -> None:
-    """Record the common kinds of passes, and choose the number of rows that are few.
+    """Record the common kinds of passes, and set the stream's `few_rows` unless it is set.
 
     Args:
         runner: with nothing in flight.
@@ -60,7 +60,8 @@ def record(runner: Runner, stream: TapeStream) -> None:
 
 
 def few_rows(runner: Runner, stream: TapeStream) -> int:
-    """Return the most rows of a pass that hardly gets longer with one thread less; 0 if a pass of one row does.
+    """Return the largest number of rows at which a pass hardly takes longer with one thread less: by less than
+    `HOST_S`. Returns 0 if a pass of one row takes longer.
 
     Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
     With one thread less, both run at the same time. A pass of few rows mostly waits for memory and may need no more
@@ -113,9 +114,9 @@ def capture(runner: Runner, graphs: Graphs) -> None:
 
 
 def measure(runner: Runner, stream: Stream) -> RowCost | None:
-    """Time steps of one row and of `ROWS`, and return what a further row costs.
+    """Time steps of one row and steps of `ROWS` rows, and return the cost of a row.
 
-    A step of one row has no guesses, and one of `ROWS` rows has `ROWS - 1` guesses for one sequence. Returns None
+    Both are steps of a single sequence, the first without guesses, the second with `ROWS - 1` guesses. Returns None
     if sequences cannot be that long, or if the KV memory is too small.
 
     Args:
@@ -126,7 +127,7 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
     if longest is not None and longest <= ROWS:
         return None
     stream.time_work(True)
-    best: dict[int, tuple[float, float]] = {}  # seconds of a step, and of the host's work in it
+    best: dict[int, tuple[float, float]] = {}  # by rows: seconds of a step, and of the host's work in it
     for rows in (1, ROWS):
         timed = []
         for _ in range(TRIALS):
@@ -149,7 +150,14 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
 def _decode(
     runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0, prompt_tokens: int = 1
 ) -> float:
-    """Compute prompts of `prompt_tokens`, then `tokens` decode steps, each with `guesses` guesses of each sequence.
+    """Compute a prompt for each item of `batch`, then decode steps of these sequences.
+
+    Args:
+        runner: with nothing in flight.
+        batch: the sampling parameters of each sequence.
+        tokens: number of decode steps.
+        guesses: number of guesses of each sequence in each decode step.
+        prompt_tokens: length of each prompt.
 
     Returns:
         The seconds of the last step. 0 if the KV memory is too small: then nothing is computed.

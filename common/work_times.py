@@ -16,8 +16,8 @@ MOST_TIMES = 1000  # times kept until they are taken; a tape's player keeps as m
 
 
 class Work(NamedTuple):
-    """Work that has ended: the key it was submitted with, and its times in seconds on the clock of
-    `time.monotonic`."""
+    """When submitted work began and ended, in seconds on the clock of `time.monotonic`. `key`: as for
+    `Stream.submit`."""
 
     key: Hashable
     began_s: float
@@ -25,7 +25,7 @@ class Work(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The key, or the first of a key's parts."""
+        """The key as text; of a tuple, its first item."""
         return str(self.key[0] if isinstance(self.key, tuple) else self.key)
 
 
@@ -36,7 +36,7 @@ class HostTimes:
         self._done: deque[Work] = deque(maxlen=MOST_TIMES)
 
     def timed(self, key: Hashable, function: Callable[[], T]) -> Callable[[], T]:
-        """Wrap a function so that the time of its call is recorded."""
+        """Return a function that calls `function` and records under `key` when the call began and ended."""
 
         def timed_function() -> T:
             began_s = time.monotonic()
@@ -66,7 +66,7 @@ class DeviceTimes:
 
     @contextmanager
     def around(self, key: Hashable) -> Iterator[None]:
-        """Context manager: times the kernels launched inside it."""
+        """Context manager: times the kernels that are launched inside it, under `key`."""
         began = _mark()
         yield
         self._marks.append((key, began, _mark()))
@@ -74,8 +74,8 @@ class DeviceTimes:
     def take(self) -> list[Work]:
         """Return the work that has ended since the last call.
 
-        Times are measured from the end of the work before. CUDA gives the time between two events as a float32,
-        which is too coarse after an hour.
+        Each time is measured from the end of the previous work. CUDA gives the time between two events as a
+        float32, which would be too coarse if the first event were an hour old.
         """
         done: list[Work] = []
         while self._marks and self._marks[0][2].query():  # type: ignore[no-untyped-call]

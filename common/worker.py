@@ -1,4 +1,4 @@
-"""The engine's interface to asyncio: streams of outputs, places in the queue, and the end.
+"""The engine's interface to asyncio: streams of outputs, places in the queue, and the shutdown.
 
 ```text
 event loop                                   engine
@@ -66,7 +66,7 @@ class WakeUp:
             self._waiting.set_result(None)
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a future for the task to await, after it has found nothing to do."""
+        """Return a future that `set` completes. The task awaits it after it has found nothing to do."""
         self._waiting = asyncio.get_running_loop().create_future()
         return self._waiting
 
@@ -110,7 +110,7 @@ class RequestStream:
         return output
 
     def put(self, output: StepOutput) -> None:
-        """Queue an output for the reader, and count it in the telemetry."""
+        """Queue an output for the reader, and count its token and times in the telemetry."""
         now, telemetry = time.monotonic(), self._worker.requests
         if output.token_id is not None:
             telemetry.generation_tokens += 1
@@ -133,7 +133,7 @@ class RequestStream:
         self._news.set()
 
     def put_error(self, error: Exception) -> None:
-        """End the stream with an error at once, without the engine, which may be in the middle of a step."""
+        """End the stream with an error at once, without waiting for the engine, which may be inside a step."""
         ended = terminal_output(self.request)
         self.put(
             dataclasses.replace(
@@ -142,7 +142,8 @@ class RequestStream:
         )
 
     def cancel(self) -> None:
-        """Cancel the request and free its place or memory. A reader gets its terminal output. No effect if done."""
+        """Cancel the request and free its place in the queue or its memory. The stream then ends with the terminal
+        output. Does nothing if the request is done."""
         self._worker.cancel(self.request.request_id)
 
 
@@ -150,6 +151,10 @@ class HeldPlaces:
     """Context manager: holds places in the queue for requests that are still being tokenized.
 
     On exit, places for which no request was submitted are released.
+
+    Args:
+        worker: the engine's worker.
+        count: number of places, which the worker has counted as held already.
     """
 
     def __init__(self, worker: EngineWorker, count: int) -> None:
@@ -164,7 +169,12 @@ class HeldPlaces:
         self._count = 0
 
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Submit as many requests as places are held. Returns their streams, in order."""
+        """Submit requests, exactly as many as places are held. Returns the streams of their outputs, in order.
+
+        Raises:
+            ValueError: the number of requests is not the number of held places.
+            ShuttingDownError: as `EngineWorker.submit`.
+        """
         if len(requests) != self._count:
             raise ValueError(f"{self._count} places are held, for {len(requests)} requests")
         streams = self._worker.submit(requests)
@@ -182,8 +192,8 @@ class EngineWorker:
 
     Attributes:
         requests: telemetry of the submitted requests.
-        draining: whether new requests are refused, because the server ends.
-        on_frame: called with each frame of the live view, or with None once no more can be made.
+        draining: whether new requests are refused, because the server shuts down.
+        on_frame: called with each frame of the live view; with None if making frames has failed for good.
     """
 
     def __init__(self, host: EngineHost) -> None:
@@ -228,10 +238,10 @@ class EngineWorker:
     # ------------------------------------------------------------------ requests
 
     def hold_places(self, count: int = 1) -> HeldPlaces:
-        """Hold places in the queue for `count` requests, all or none, before they are tokenized.
+        """Hold places in the queue for `count` requests, all or none, before the requests are tokenized.
 
         Raises:
-            QueueFullError: fewer places are free.
+            QueueFullError: fewer than `count` places are free for them (see `check_room`).
             EngineDeadError, ShuttingDownError: no requests are accepted any more.
         """
         self.check_room(count)
@@ -269,7 +279,7 @@ class EngineWorker:
         return self._host.num_waiting() + self._held
 
     def give_back_places(self, unused: int) -> None:
-        """Release the unused places of a `HeldPlaces` that ends. Only `HeldPlaces` calls this."""
+        """Release `unused` held places. Only `HeldPlaces` calls this, when it ends."""
         self._held -= unused
         self._mark_idle()
 
@@ -347,7 +357,7 @@ class EngineWorker:
     # ------------------------------------------------------------------ ending
 
     def stop_accepting(self) -> None:
-        """Let `hold_places` refuse new requests. Accepted requests go on."""
+        """Make `hold_places` refuse new requests. Accepted requests go on."""
         self.draining = True
 
     async def drain(self, timeout_s: float) -> bool:
@@ -365,10 +375,11 @@ class EngineWorker:
         return True
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """Fail the unanswered requests at once, and end the thread after its present step.
+        """Fail the unanswered requests at once, end the engine's thread or process after its present step, and wait
+        for its end.
 
         Args:
-            timeout_s: how long to wait for that step, in seconds; None: without a limit.
+            timeout_s: how long to wait at most, in seconds; None: without a limit.
         """
         self.stop_accepting()
         self._abort_all(ShuttingDownError(STOPPED))

@@ -1,4 +1,4 @@
-"""Makes the public functions of `docs/building` callable from pages, between double braces."""
+"""Makes the public functions of `docs/building` callable from pages, as macros between double braces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # mkdocs runs as a program of its own, which does not look for modules here
+sys.path.insert(0, str(ROOT))  # the program `mkdocs` does not look for modules in this folder by itself
 
 MODULES = (
     *("arithmetic", "capacity", "charts", "code", "filters", "gaps", "ledger", "options", "overrides"),
@@ -18,7 +18,7 @@ MODULES = (
 
 
 def define_env(env: Any) -> None:
-    """Register the macros; called by the plugin.
+    """Register the macros. The plugin mkdocs-macros calls this.
 
     Raises:
         AssertionError: two modules have a function of the same name.

@@ -48,7 +48,10 @@ class ChatError(Exception):
 
 @dataclass(slots=True)
 class Figures:
-    """How an answer came: its usage, if the server sends one, and times in seconds."""
+    """Figures about one answer, for the user: its token counts, if the server sends them, and times.
+
+    Times are those of the monotonic clock, in seconds.
+    """
 
     asked_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
@@ -154,7 +157,7 @@ class Chat:
 
 
 def _show(text: str, file: TextIO) -> None:
-    """Print a piece of a text without the characters that a terminal would obey."""
+    """Print a piece of a text without the control characters that a terminal would obey."""
     print(text.translate(_CONTROLS), end="", file=file, flush=True)
 
 
@@ -172,7 +175,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _message_of(body: str, status: int) -> str:
-    """Return the message of an error in OpenAI's form, or the beginning of any other."""
+    """Return the message of an error response in OpenAI's form. Of any other body, return status and beginning."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return f"status {status}: {' '.join(body.split())[:200]}"
@@ -204,7 +207,7 @@ def talk(chat: Chat) -> int:
 
 
 def _obey(chat: Chat, line: str) -> bool:
-    """Run a command. Returns False if it ends the chat."""
+    """Run the command in a line that begins with `/`. Returns False if it ends the chat."""
     word, _, rest = line.partition(" ")
     match word:
         case "/quit" | "/exit":
@@ -225,7 +228,7 @@ def _obey(chat: Chat, line: str) -> bool:
 
 
 def answer(chat: Chat, question: str) -> int:
-    """Answer one question. Returns the exit code."""
+    """Ask one question and print the answer. Returns the exit code: 1 after an error, 130 after Ctrl-C."""
     if not question:
         say("error: there is no question in the input")
         return 1
@@ -301,7 +304,7 @@ def _whole_input() -> str:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str]:
-    """Context manager: the address of the server to talk to. If no `--url` is given, starts and ends a server.
+    """Context manager that yields the address of the server to talk to. Without `--url`, starts and ends a server.
 
     Raises:
         StartupError: the server did not start. The message has what it printed last.

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def findings() -> Iterator[Finding]:
-    """Examine the machine, part by part."""
+    """Examine the machine. Yields a line of the report for each thing examined."""
     yield installed()
     yield Finding("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     yield torch_build()
@@ -151,7 +151,7 @@ def unmet(extra: str = "") -> list[str]:
 
 
 def torch_build() -> Finding:
-    """Report torch's version, its threads, and whether several copies of their library are loaded."""
+    """Report torch's version, its threads, and whether several copies of the library libgomp are loaded."""
     text = f"{torch.__version__}; {torch.get_num_threads()} threads compute"
     if (number := os.environ.get("OMP_NUM_THREADS")) is not None:
         text += f" (OMP_NUM_THREADS={number})"
@@ -235,7 +235,7 @@ def gpu() -> Finding:
 
 
 def memory() -> str:
-    """Return the memory that a server may take, and the machine's."""
+    """Return the memory that a server may take and the machine's total memory, as text."""
     return f"{format_bytes(free_memory(CPU))} free of {format_bytes(psutil.virtual_memory().total)}"
 
 

@@ -29,9 +29,9 @@ from kernels.paged_attention import paged_attention_triton, queries_per_tile
 def gathered_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Compute attention by gathering keys and values through the block table, then three operations. Any device.
+    """Compute attention by gathering keys and values through the block table, then two products and a softmax.
 
-    Runs where neither kernel can, and is tuned for a CPU. For a simple definition of attention, read
+    Runs on any device, where neither kernel can, and is tuned for a CPU. For a simple definition of attention, read
     `kernels.paged_attention.paged_attention_reference`.
 
     Args:
@@ -94,7 +94,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Ten
     bfloat16 than in float32. Scores are rounded to the type of `q`.
 
     Args:
-        q: [X, Y, Z, D]: N equal parts one after the other. Part n is multiplied by key matrix n.
+        q: [X, Y, Z, D]: its rows, in order, are N equal groups. Group n is multiplied by key matrix n.
         k, v: [N, S, D].
         hidden: True where a score is hidden; broadcast to the last columns of [X, Y, Z, S].
 
@@ -143,7 +143,7 @@ def native_attention(
 def written_attention(
     q: Tensor, k_store: Tensor, v_store: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
-    """Compute `attention` by the Triton kernel, with the pass's keys and values already written."""
+    """Compute `attention` by the Triton kernel. The pass's keys and values are in the stores already."""
     indices = layout.paged(queries_per_tile(q.shape[1] // k_store.shape[2], q.dtype))
     return paged_attention_triton(q, k_store, v_store, indices, scale=scale, window=window)
 

@@ -45,7 +45,7 @@ COLUMN_TILE = 64
 class Workspace:
     """A buffer for gathered keys and values, reused by all layers and passes.
 
-    With a new allocation for each, the operating system would map and clear tens of megabytes every time.
+    With a new buffer for each layer, the operating system would map and clear tens of megabytes every time.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Workspace:
         """Copy the rows at these addresses from every store: [len(stores), A, width], valid until the next call.
 
         Args:
-            addresses: [A] int64.
+            addresses: [A] int64, row numbers.
             stores: [any, width] each, of the same width, type and device.
         """
         first = stores[0]
@@ -75,7 +75,7 @@ class DecodeGroup:
     """B sequences of one query each and of similar length, computed together.
 
     Attributes:
-        queries: [B] int64, rows of the pass.
+        queries: [B] int64, indices into the queries of the pass.
         addresses: [Hkv * B * width] int64, into a store seen as [any, D], head after head.
         width: columns that are read of each sequence, a multiple of COLUMN_TILE.
         hidden: [B, 1, width] bool, True where a column is hidden.
@@ -92,8 +92,9 @@ class QueryTile:
     """Some neighbouring queries of one sequence: at most QUERY_TILE.
 
     Attributes:
-        queries: rows of the pass.
-        columns: range of the sequence's gathered columns: whole tiles, with every column that a query sees.
+        queries: the tile's range of the queries of the pass.
+        columns: range of the sequence's gathered columns: whole tiles of columns that hold every column that a
+            query of this tile sees.
         hidden: [QUERY_TILE, n] bool, True where one of the last n columns is hidden. Earlier columns are all seen.
     """
 
@@ -120,13 +121,13 @@ class PagedIndices:
     """The queries of a pass, as the paged kernel takes them.
 
     Attributes:
-        block_table: [any, N] int32 or int64.
+        block_table: [any, N] int32 or int64, each row a sequence's blocks.
         positions: [T] int32 or int64, each query's column in its own sequence.
-        tiles: [I, 3] int32. Each is some queries of one sequence, in order: its row in `block_table`, the first
-            query, and the number of queries.
-        split_rows: number of leading queries whose columns several programs may share. Each tile of these
-            queries has all queries of its sequence.
-        max_length: an upper bound on the columns of these queries' sequences.
+        tiles: [I, 3] int32. Each tile is some queries of one sequence, in order: the sequence's row in
+            `block_table`, the index of the first query, and the number of queries.
+        split_rows: number of leading queries whose columns several programs may divide among them. Each tile of
+            these queries has all queries of its sequence.
+        max_length: an upper bound on the number of columns of the sequences with these leading queries.
         tile_queries: the most queries of a tile; 1: tile i is query i.
     """
 
@@ -143,7 +144,7 @@ class HostIndices:
     """Index tensors of all sequences, on the host, for the C++ kernel, which reads the block tables itself.
 
     Attributes:
-        query_offsets: [B + 1] int64, index of each sequence's first query, then T.
+        query_offsets: [B + 1] int64, index of each sequence's first query, then the number of queries T.
         kv_lengths: [B] int64, columns of each sequence.
     """
 
@@ -158,13 +159,14 @@ class AttentionLayout:
     Sequences with one query should come first: they are computed together, the others one by one.
 
     Attributes:
-        block_tables: [any, N] int64, on the host; entries past a sequence's last block are any valid block.
+        block_tables: [any, N] int64, on the host; entries past a sequence's last block are any valid block. In a
+            layout from `of_decode`, they are the tables on the device.
         rows: [B] int64, on the host, each sequence's row in `block_tables`.
         block_size: columns in a block.
         query_lengths: B numbers >= 1, queries of each sequence in this pass.
         kv_lengths: B numbers, columns of each sequence after this pass has written its own.
         heads_kv: heads of keys and values in the stores.
-        device: device of the stores, and of all index tensors except those on the host.
+        device: device of the stores, and of the index tensors that are not said to be on the host.
         workspace: a buffer that passes share; a new one if none is given.
         device_tables: `block_tables` on the device, int32 or int64; if not given, they are copied.
     """
@@ -225,7 +227,7 @@ class AttentionLayout:
             others: tensors on the host.
 
         Returns:
-            The others, on the device.
+            The tensors of `others` on the device, in the same order.
         """
         tile_queries = self._tile_queries(tile_queries)
         hosts = self.rows, self._host_positions, self.host_write_addresses, self._tiles(tile_queries), *others
@@ -252,7 +254,7 @@ class AttentionLayout:
 
     @cached_property
     def block_table(self) -> Tensor:
-        """[B, N] int64: the block tables of the pass's sequences, as wide as the longest of them needs."""
+        """[B, N] int64: the block tables of the pass's sequences, as wide as the longest sequence needs."""
         width = -(-max(self.kv_lengths) // self.block_size)
         return self._moved(self.block_tables[:, :width].index_select(0, self.rows))
 
@@ -288,13 +290,13 @@ class AttentionLayout:
         return len(self.query_lengths)
 
     def decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """Return the leading sequences of one query in groups, for layers with this window."""
+        """Return the groups of the leading sequences that have one query each, for layers with this window."""
         if window not in self._decode_groups:
             self._decode_groups[window] = self._build_decode_groups(window)
         return self._decode_groups[window]
 
     def prefill_segments(self, window: int | None) -> list[PrefillSegment]:
-        """Return the sequences after the leading ones of one query, for layers with this window."""
+        """Return a segment for each sequence that is in no decode group, for layers with this window."""
         if window not in self._prefill_segments:
             self._prefill_segments[window] = self._build_prefill_segments(window)
         return self._prefill_segments[window]
@@ -314,8 +316,8 @@ class AttentionLayout:
         """Return the addresses of columns, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
 
         They index a store seen as [blocks * block_size * Hkv, D]. Gathered in this order, a head's keys are one
-        contiguous matrix. In the store they are interleaved with other heads, and a CPU's products take several
-        times as long.
+        contiguous matrix. In the store, the keys of all heads are interleaved, and a CPU's products with
+        interleaved keys take several times as long.
         """
         tokens = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
         heads = torch.arange(self.heads_kv, device=self.device)
@@ -389,7 +391,11 @@ class AttentionLayout:
     ) -> QueryTile:
         """Return the tile of the queries at positions `start` to `end`.
 
-        `row_of_0` is the row that position 0 of the sequence would have, `first_column` the first gathered column.
+        Args:
+            start, end: positions in the sequence.
+            window: number of latest columns that a query sees; None: all.
+            row_of_0: the index among the queries of the pass that position 0 of the sequence would have.
+            first_column: the first column of the sequence that is gathered.
         """
         first = _first_read(start, window)
         last = first + _whole_tiles(end - first)

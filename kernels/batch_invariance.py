@@ -62,7 +62,7 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether the kernels on this device give a token the same bits alone and in any batch.
 
-    Also False, without a trial, if PyTorch computes the attention, or products of this type on a CPU.
+    Returns False without a trial if PyTorch computes the attention, or, on a CPU, products of type `dtype`.
 
     Args:
         products: the model's linear layers. Of several with equal sizes, the first is tried.

@@ -27,13 +27,14 @@ TILE = 128
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a pass over one token of each of B sequences.
+    """The inputs of a pass that computes one token of each of B sequences.
 
     Attributes:
         token_ids: [B] int64.
         positions: [B] int64, each token's column in its own sequence.
         addresses: [B] int64, rows of the KV stores seen as [blocks * block_size, ...].
-        tiles: [B, 3] int32, seat, row, and 1: see `kernels.attention_layout.PagedIndices`.
+        tiles: [B, 3] int32, for each sequence its seat, its index in this pass, and 1: see
+            `kernels.attention_layout.PagedIndices`.
     """
 
     token_ids: Tensor
@@ -45,7 +46,7 @@ class DecodeRows(NamedTuple):
 def decode_rows_reference(
     seats: Tensor, latest: Tensor, positions: Tensor, tables: Tensor, block_size: int
 ) -> DecodeRows:
-    """`decode_rows_triton` in torch; arguments and result as there. For reading and for tests."""
+    """Compute `decode_rows_triton` in torch, with the same arguments and result. For reading and for tests."""
     columns = positions[seats]
     addresses = tables[seats, columns // block_size].long() * block_size + columns % block_size
     each = torch.arange(len(seats), device=seats.device)
@@ -87,12 +88,12 @@ if HAS_TRITON:
 def decode_rows_triton(
     seats: Tensor, latest: Tensor, positions: Tensor, tables: Tensor, block_size: int
 ) -> DecodeRows:
-    """Read the rows of a decode step, in one launch. Nothing here waits for the device.
+    """Gather the inputs of a decode step, in one launch. Nothing here waits for the device.
 
     Args:
-        seats: [B] int64, the seats that decode.
-        latest: [seats] int64, the latest token of each.
-        positions: [seats] int64, the column of each latest token.
+        seats: [B] int64, the seats that decode. A seat is a sequence's place in the batch.
+        latest: [seats] int64, the latest token of each seat.
+        positions: [seats] int64, the column of each seat's latest token.
         tables: [seats, N] int32 or int64, each seat's blocks, then any valid blocks.
         block_size: columns in a block.
     """

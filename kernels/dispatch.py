@@ -29,7 +29,7 @@ Kernels = Literal["triton", "native", "torch"]
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Return whether an operation on `tensor` (any shape) should launch Triton (True) or call torch (False).
+    """Return whether an operation on `tensor` (any shape) should launch its Triton kernel.
 
     The answer depends on the tensor's device and never on its values. So the host does not wait for the device, and
     `torch.compile` decides it while tracing.

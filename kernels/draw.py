@@ -54,7 +54,7 @@ MOST_COLUMNS = 4096
 
 
 class SeatState(NamedTuple):
-    """The state that a device holds for each seat between two decode steps.
+    """The state that a device holds between two decode steps for each seat, a sequence's place in the batch.
 
     Attributes:
         latest: [seats] int64, the latest token.
@@ -72,7 +72,7 @@ class SeatState(NamedTuple):
 
 
 def draw_reference(scores: Tensor, settings: Tensor | None = None) -> Tensor:
-    """`draw_triton` in torch, row by row and by a sort; arguments and result as there.
+    """Compute `draw_triton` in torch, row by row and by a sort, with the same arguments and result.
 
     For reading and for tests. Without Triton, `common.sampling` samples.
     """
@@ -89,7 +89,12 @@ def draw_reference(scores: Tensor, settings: Tensor | None = None) -> Tensor:
 def _draw_row(
     below: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float
 ) -> Tensor:
-    """Draw from one row of scores minus their best, [vocab]. Returns a token id, []."""
+    """Draw a token from one row. Returns its id, [].
+
+    Args:
+        below: [vocab], the row's scores minus its best score.
+        temperature, top_k, top_p, min_p, uniform: the row of `settings` that `draw_triton` describes.
+    """
     if temperature == 0.0:
         return below.argmax()
     ids = torch.arange(len(below)) if top_k == 0 else below.argsort(descending=True, stable=True)
@@ -326,13 +331,14 @@ def draw_triton(scores: Tensor, settings: Tensor | None = None) -> Tensor:
 
 
 def draw_at_seats_triton(scores: Tensor, state: SeatState, seats: Tensor, columns: Tensor) -> Tensor:
-    """Draw a token for each row of a decode step, and move the rows' seats on by that token, in one launch.
+    """Draw a token for each row of a decode step, and update the state of the rows' seats, in one launch.
 
     Args:
         scores: as for `draw_triton`.
-        state: gets the drawn tokens as `latest` (0 for a row without a token), and `columns` + 1 as `positions`.
+        state: the drawn tokens are written to `latest` (0 for a row without a token), and `columns` + 1 to
+            `positions`.
         seats: [S] int64, the seat of each row.
-        columns: [S] int64, the column of each row's token. Not `state.positions` itself.
+        columns: [S] int64, the column of each row's token. Not `state.positions` itself, which the launch writes.
 
     Returns:
         [S] int64, as from `draw_triton`.

@@ -85,7 +85,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None
 
 
 def takes(x: Tensor) -> bool:
-    """Return whether the kernel computes a product with x [T, K]."""
+    """Return whether this module's kernel, not torch, computes products with x [T, K]."""
     return HAS_TRITON and x.is_cuda and x.dtype in HALVES and x.shape[0] <= FEW_ROWS
 
 
@@ -145,14 +145,14 @@ if HAS_TRITON:
 
 
 def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
+    """Compute `linear` by the Triton kernel, with the same arguments and result. T is at most FEW_ROWS."""
     return _launch(x, weight, bias, weight.shape[0], None)
 
 
 def few_rows_gated_linear_triton(
     x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """`gated_linear` by the Triton kernel; shapes as there, T at most FEW_ROWS."""
+    """Compute `gated_linear` by the Triton kernel, with the same arguments and result. T is at most FEW_ROWS."""
     return _launch(x, weight, bias, weight.shape[0] // 2, activation)
 
 

@@ -50,7 +50,7 @@ def gated_act(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_act_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`gated_act` in torch; shapes as there."""
+    """Compute `gated_act` in torch, with the same arguments and result."""
     gate, up = gate_up.chunk(2, dim=-1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     # In place on the fresh activation: one allocation less.
@@ -61,7 +61,7 @@ def gated_act_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def gated_act_native(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`gated_act` by the kernel in `gated_act.cpp`; shapes as there."""
+    """Compute `gated_act` by the kernel in `gated_act.cpp`, with the same arguments and result."""
     if gate_up.stride(-1) != 1:
         gate_up = gate_up.contiguous()
     out: torch.Tensor = torch.ops.infer.gated_act(gate_up, activation == "silu")
@@ -98,7 +98,7 @@ if HAS_TRITON:
 
 
 def gated_act_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`gated_act` by the Triton kernel; shapes as there."""
+    """Compute `gated_act` by the Triton kernel, with the same arguments and result."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:

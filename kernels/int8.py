@@ -72,6 +72,9 @@ def linear_int8_reference(x: Tensor, values: Tensor, scales: Tensor, bias: Tenso
 
 
 def _blocks(tensor: Tensor, row_weights: int) -> list[Tensor]:
-    """Return `tensor` as views of some rows each, at most `BLOCK_WEIGHTS` weights or one row."""
+    """Split a tensor into views of consecutive rows: as many rows as hold at most `BLOCK_WEIGHTS` weights, or one.
+
+    `row_weights` is the number of weights of a row of the quantized matrix.
+    """
     count = max(1, BLOCK_WEIGHTS // row_weights)
     return [tensor[first : first + count] for first in range(0, len(tensor), count)]

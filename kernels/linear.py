@@ -53,7 +53,7 @@ def pack_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | No
 
     Args:
         weight: [N, K] float32, bfloat16 or int8, contiguous.
-        dtype: the type of x; default: the type of `weight`, which may only differ from it if it is int8.
+        dtype: the type of x; default: the type of `weight`. The two may differ only if `weight` is int8.
 
     Returns:
         [ceil(N / 64), K / 2, 64, 2], for float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero. A float32

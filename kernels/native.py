@@ -78,7 +78,7 @@ def has_products(dtype: torch.dtype) -> bool:
 def load_native_kernels(cache: Path | None = None) -> bool:
     """Load the native kernels, and build them first if needed. Returns whether that worked.
 
-    If not, one line in the log says why, and torch computes more slowly.
+    If it failed, one line in the log says why, and torch computes, more slowly.
 
     Args:
         cache: folder for built libraries; default: `infer-phases` in the user's cache folder.
@@ -91,7 +91,7 @@ def load_native_kernels(cache: Path | None = None) -> bool:
 
 
 def require_native_kernels(cache: Path | None = None) -> None:
-    """Load the native kernels as `load_native_kernels` does. NativeKernelsError: that is not possible."""
+    """Load the native kernels, and build them first if needed. NativeKernelsError: that failed."""
     global _loaded
     if not _loaded:
         _load(cache or default_cache())
@@ -208,7 +208,7 @@ def _build(compiler: str, library: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run commands in parallel. NativeKernelsError: one failed; the message is its first line with an error."""
+    """Run commands in parallel. NativeKernelsError: a command failed; the message has its first error line."""
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands

@@ -3,9 +3,9 @@
 Threads that share an operator wait for each other at its end. GNU's OpenMP library (libgomp) lets them spin there
 for 300,000 rounds, some milliseconds, which saves waking them for the next operator. If another program needs the
 core, a spinning thread blocks the thread that it waits for, and an operator takes as long as the operating system's
-time slices. A hundred thousand rounds, a millisecond or a few, outlast the gaps between operators and most of those
-between steps. With a thousand, workers fell asleep within a step, and a quiet machine lost two fifths of its
-throughput.
+time slices. A hundred thousand rounds take a millisecond or a few. They outlast the gaps between operators, and
+most gaps between steps. With a thousand rounds, workers fell asleep within a step, and a quiet machine lost two
+fifths of its throughput.
 
 libgomp reads its settings once, when torch is loaded. So this package and `common` import this module before
 anything else.

@@ -389,7 +389,12 @@ def paged_attention_triton(
 
 
 def queries_per_tile(group: int, dtype: torch.dtype) -> int:
-    """Return the most queries of a tile in passes that do not only decode, for `group` query heads to a KV head."""
+    """Return the most queries of a tile in passes that compute prompts or guesses.
+
+    Args:
+        group: number of query heads that share a KV head.
+        dtype: type of queries, keys and values.
+    """
     return _tile(group, 16, dtype.itemsize, None).rows // group
 
 

@@ -92,7 +92,7 @@ def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> torch.Tensor:
-    """`rms_norm` in torch; shapes as there.
+    """Compute `rms_norm` in torch, with the same arguments and result.
 
     `F.rms_norm` computes in float32 and rounds once by itself, in one call: dispatching five small operations
     is most of the time of a decode step's norm on a CPU. It wants input and weight of one dtype.
@@ -107,7 +107,7 @@ def rms_norm_reference(
 def fused_add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused_add_rms_norm` in torch; shapes as there."""
+    """Compute `fused_add_rms_norm` in torch, with the same arguments and results."""
     new_residual = (x + residual).contiguous()
     return rms_norm_reference(new_residual, weight, eps, offset), new_residual
 
@@ -116,7 +116,7 @@ def fused_add_rms_norm_reference(
 
 
 def rms_norm_native(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """`rms_norm` by the kernel in `rms_norm.cpp`; shapes as there."""
+    """Compute `rms_norm` by the kernel in `rms_norm.cpp`, with the same arguments and result."""
     rows = _grouped_rows(x)
     out: torch.Tensor = torch.ops.infer.rms_norm(rows, weight.contiguous(), eps, offset)
     return out.view(-1, *x.shape[1:])  # -1: a recorded pass fits any number of rows
@@ -125,7 +125,7 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
 def fused_add_rms_norm_native(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused_add_rms_norm` by the kernel in `rms_norm.cpp`; shapes as there."""
+    """Compute `fused_add_rms_norm` by the kernel in `rms_norm.cpp`, with the same arguments and results."""
     normed, total = torch.ops.infer.fused_add_rms_norm(
         _dense_rows(x), _dense_rows(residual), weight.contiguous(), eps, offset
     )
@@ -135,8 +135,8 @@ def fused_add_rms_norm_native(
 def _grouped_rows(x: torch.Tensor) -> torch.Tensor:
     """Reshape [..., H] to [groups, rows, H], the last dimension contiguous.
 
-    A view where possible, for example of the heads [T, heads, D] in a fused QKV matrix. Otherwise a copy. A matrix
-    becomes groups of one row.
+    Returns a view where possible, for example of the heads [T, heads, D] in a fused QKV matrix. Otherwise returns a
+    copy. A matrix [T, H] becomes [T, 1, H].
     """
     return _dense_rows(x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1]))
 
@@ -225,7 +225,7 @@ if HAS_TRITON:
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """`rms_norm` by the Triton kernel; shapes as there."""
+    """Compute `rms_norm` by the Triton kernel, with the same arguments and result."""
     hidden_size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -255,7 +255,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
 def fused_add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused_add_rms_norm` by the Triton kernel; shapes as there."""
+    """Compute `fused_add_rms_norm` by the Triton kernel, with the same arguments and results."""
     num_rows, hidden_size = x.shape
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     new_residual = torch.empty_like(normed)
@@ -284,7 +284,7 @@ def fused_add_rms_norm_triton(
 
 
 def _tile(hidden_size: int) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of one program: one wide row, or several narrow rows (heads of q)."""
+    """Return the rows, columns and warps of one program: one wide row, or several narrow rows (heads of q)."""
     columns = triton.next_power_of_2(hidden_size)
     rows = max(1, 1024 // columns)
     return rows, columns, min(8, max(1, rows * columns // 512))

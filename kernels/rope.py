@@ -101,7 +101,7 @@ def rope_reference(
     sin: torch.Tensor,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` in torch; shapes as there.
+    """Compute `rope` in torch, with the same arguments and results.
 
     Written for few operations, because in a decode step each costs more to dispatch than to compute: q and k
     are turned as one tensor, and the halves of a head are two rows of a [T, heads, 2, D/2] view, so that one
@@ -130,7 +130,7 @@ def norm_rope_write_reference(
     v_store: torch.Tensor,
     addresses: torch.Tensor,
 ) -> torch.Tensor:
-    """`norm_rope_write_triton` in torch; arguments and result as there."""
+    """Compute `norm_rope_write_triton` in torch, with the same arguments and result."""
     heads_kv = k_store.shape[2]
     q, k, v = heads.split_with_sizes([heads.shape[1] - 2 * heads_kv, heads_kv, heads_kv], dim=1)
     if norms is not None:
@@ -152,7 +152,7 @@ def rope_native(
     sin: torch.Tensor,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` by the kernel in `rope.cpp`; shapes as there, both results contiguous."""
+    """Compute `rope` by the kernel in `rope.cpp`, with the same arguments and results, both contiguous."""
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -301,7 +301,10 @@ def rope_triton(
     sin: torch.Tensor,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` by the Triton kernel, q and k in one launch; shapes as there, both results contiguous."""
+    """Compute `rope` by the Triton kernel, with the same arguments and results, both contiguous.
+
+    One launch computes q and k.
+    """
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=q.dtype, device=q.device)
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))

@@ -54,7 +54,7 @@ def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...
 
     Args:
         function: takes tensors and returns results of operators. It must not depend on the tensors' sizes.
-        inputs: an example. All other tensors that the function uses become part of the tape, and are read and
+        inputs: example inputs. All other tensors that the function uses become part of the tape, and are read and
             written in place.
 
     Returns:
@@ -70,7 +70,7 @@ def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Adds every operator that torch calls to the tape."""
+    """Adds every operator that torch calls to the tape. The tape refers to a tensor by a number, its slot."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return result
 
     def _add(self, value: Any, kind: str) -> None:
-        """Add one argument to the current call."""
+        """Add an argument to the current call. `kind` is its parameter's type in the operator's schema."""
         if isinstance(value, (int, float)) and kind == "Tensor":
             value = torch.tensor(value)  # torch accepts a number as a tensor, the tape does not
         if isinstance(value, Tensor) and id(value) in self._slots:
@@ -121,7 +121,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return self._slots[id(tensor)]
 
     def _result_slots(self, result: Any) -> list[int]:
-        """Return the slots of a result, a tensor or a list: new slots, unless the call wrote in place."""
+        """Return the slots of a call's result, a tensor or a list of tensors.
+
+        A tensor that the call wrote in place keeps its slot. Any other result gets a new slot.
+        """
         tensors = [result] if isinstance(result, Tensor) else result
         made = [tensor for tensor in tensors if id(tensor) not in self._slots]
         self._alive += made

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from phase9_pipelined.config import Config as PipelinedConfig
 
-MOST_ROWS = 128  # of a step with guesses, if `draft_rows` does not say
+MOST_ROWS = 128  # most rows of a step with guesses, if `draft_rows` is not set
 
 
 class Config(PipelinedConfig):

@@ -27,28 +27,35 @@ class Drafter(Protocol):
 
 
 class Dictionary:
-    """A text, and for every run of 1 to 4 tokens in it the latest place after that run. O(1) a token."""
+    """A text of tokens, and an index of every run of 1 to 4 successive tokens in it.
+
+    The index maps a run to the *place* after its latest occurrence: the position in the text of the token that
+    follows it. A lookup and the addition of a token are O(1).
+    """
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}
 
     def append(self, token_id: int) -> None:
-        """Add a token to the text, and record the place after each run that ends with it."""
+        """Add a token to the text, and record the place after each run of 1 to 4 tokens that ends with it."""
         self.text.append(token_id)
         for n in range(1, LONGEST + 1):
             self._places[tuple(self.text[-n:])] = len(self.text)
 
     def find(self, last: Sequence[int], longer_than: int = 0) -> tuple[int, int] | None:
-        """Return the latest place after the longest run that `last` ends with, and the run's length. Searches runs
-        longer than `longer_than`; None if the text has none of them."""
+        """Find the longest run of at most 4 tokens that ends `last` and occurs in the text. Return the place after
+        its latest occurrence and its length; None if there is no such run of more than `longer_than` tokens."""
         for n in range(min(LONGEST, len(last)), longer_than, -1):
             if (at := self._places.get(tuple(last[-n:]))) is not None:
                 return at, n
         return None
 
     def add(self, text: Sequence[int]) -> None:
-        """Add the text of a finished request, for later requests to look up. Forgets all texts if they are long."""
+        """Add the text of a finished request, for later requests to look up.
+
+        If there are more than `MOST_TOKENS` tokens already, all earlier texts are forgotten first.
+        """
         if len(self.text) > MOST_TOKENS:
             self.text, self._places = [], {}
         for token_id in text:
@@ -58,7 +65,8 @@ class Dictionary:
 class NgramDrafter:
     """Guesses that a text continues as it did after the latest earlier occurrence of its last tokens.
 
-    While new tokens equal the tokens at that place, the match grows, whether or not its guesses are computed.
+    While new tokens equal the tokens that followed that occurrence, the match grows, whether or not the guesses are
+    computed.
 
     Args:
         prompt: the request's prompt.
@@ -81,8 +89,8 @@ class NgramDrafter:
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Look up the tokens that came since the last call, and return up to `limit` guesses.
 
-        The guesses are the tokens that stand after the match in the text where it was found. If that text ends
-        first, they begin again behind the match. Without a match there are none.
+        The guesses are the tokens after the match, in the text where it was found. If that text ends first, the
+        guesses repeat from the first token after the match. Without a match, the result is empty.
         """
         for end in range(self._seen + 1, len(token_ids) + 1):
             self._follow(token_ids[max(0, end - LONGEST) : end])
@@ -91,8 +99,8 @@ class NgramDrafter:
         return list(itertools.islice(itertools.cycle(run), limit))  # a text that repeats itself is repeated
 
     def _follow(self, last: Sequence[int]) -> None:
-        """Extend the match with the newest token, the last of `last`, or drop the match. Search for a longer match
-        if it is short. Then append the token to the text."""
+        """Extend the match if the newest token, the last of `last`, follows it, else drop the match. If the match
+        is shorter than `LONGEST`, search for a longer one. Then append the token to the text."""
         if self.matched and self._at < len(self._source) and self._source[self._at] == last[-1]:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:
@@ -107,7 +115,10 @@ class NgramDrafter:
         self._own.append(last[-1])
 
     def _behind_break(self, run: Sequence[int]) -> int | None:
-        """Return the first place after a run of tokens that is near the end of the latest match; else None."""
+        """Return the first place after an occurrence of `run` near the place where the latest match ended, or None.
+
+        Near are the next `NEAR` tokens.
+        """
         n, text, run = len(run), self._source, list(run)
         places = range(max(n, self._broken_at + 1), min(self._broken_at + NEAR, len(text)) + 1)
         return next((at for at in places if text[at - n : at] == run), None)

@@ -25,8 +25,8 @@ class SpeculativeRunner(PipelinedRunner):
     """Phase 9's runner. A step with guesses is in flight alone: it is committed before the next is planned."""
 
     def decode_share(self, request: Request) -> PassShare:
-        """Return the share of the latest token and of the guesses after it. A guess's column counts once the guess
-        has come true (`verify`). Otherwise the next pass writes over it."""
+        """Return a request's part of the pass: its latest token and the guesses after it. A guess's column counts
+        as part of the sequence once the guess has come true (`verify`). Otherwise the next pass writes over it."""
         if not request.drafts:
             return super().decode_share(request)
         slot, rows = self.slot(request), 1 + len(request.drafts)
@@ -40,6 +40,6 @@ class SpeculativeRunner(PipelinedRunner):
 
     def commit(self, launched: Launched) -> list[StepOutput]:
         outputs = super().commit(launched)
-        if launched.plan.verifies:  # sampling has left the token of the last row there
+        if launched.plan.verifies:  # `latest` holds the token of the last row
             self.put_back_latest(launched.plan)
         return outputs

@@ -32,7 +32,7 @@ MOST_SALTS = 8  # cache salts with a dictionary; the longest unused one is dropp
 
 
 class SpeculativeScheduler(PipelinedScheduler):
-    """Phase 9's scheduler. It guesses last, so that guesses take no memory that a request waits for."""
+    """Phase 9's scheduler. It guesses after it has admitted, so guesses take no memory that a request waits for."""
 
     config: Config
 

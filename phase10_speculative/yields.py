@@ -39,7 +39,8 @@ class Guesser:
         rates: the running means of all requests, to start from and to keep up to date.
 
     Attributes:
-        guesses: the guessed tokens after the latest that the host knows: first those in flight, then later ones.
+        guesses: the guessed tokens after the latest token that the host knows. The first guesses stand for tokens
+            in flight.
     """
 
     def __init__(self, request: Request, drafter: Drafter, rates: list[float]) -> None:
@@ -77,7 +78,7 @@ def worthwhile(
     """Return how many guesses of each sequence to compute.
 
     Args:
-        guesses: for each sequence that gets a token, how likely its guesses are to come true, in descending order.
+        guesses: for each sequence that gets a token, the probabilities that its guesses come true, descending.
         rows: rows of the step without guesses.
         spare_rows: how many guesses to compute at most.
         cost: choose only guesses that raise the tokens a second; None: choose as many as there are spare rows.

@@ -46,7 +46,7 @@ class StaticKVCache(KVPool):
 
     @property
     def block_size(self) -> int:
-        """The length of a row."""
+        """The length of a row, in columns."""
         return min(self._longest_prompt + self._most_new, self.max_seq_len)
 
     @property

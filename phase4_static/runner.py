@@ -13,7 +13,7 @@ from common.scheduling import PrefillChunk, StepPlan
 class StaticRunner(Runner):
     """Runs one pass a step: either all prompts, or one token of every row.
 
-    A pass that fails is not split: the whole rectangle fails.
+    A row is the tokens of one sequence. A pass that fails is not split: all requests of the batch fail.
     """
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
@@ -42,12 +42,12 @@ class StaticRunner(Runner):
         return ForwardPass(shares, splittable=False, padded_tokens=padded)
 
     def decode_pass(self, requests: Sequence[Request]) -> ForwardPass:
-        """Return the pass of every row's last token. Rows of requests that are done are idle."""
+        """Return the pass that computes each row's latest token. Rows of requests that are done are idle."""
         shares = tuple(self.idle_share(r) if r.is_terminal else self.decode_share(r) for r in requests)
         return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
     def idle_share(self, request: Request) -> PassShare:
-        """Return an idle row's share. It computes the row's last column again, and the result is dropped."""
+        """Return an idle row's part of a pass: the row's last column is computed again, without a result."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)

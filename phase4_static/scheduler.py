@@ -23,8 +23,8 @@ from phase4_static.config import Config
 class StaticScheduler(Scheduler):
     """Schedules one batch at a time.
 
-    A batch starts when `max_batch_size` requests wait, or `batch_wait_timeout_s` seconds after the first of them
-    reached an idle engine. If requests wait already when a batch retires, the time starts then.
+    A batch starts when `max_batch_size` requests wait, or `batch_wait_timeout_s` seconds after the first of these
+    requests reached an idle engine. If requests wait already when a batch retires, the time starts then.
     """
 
     has_priorities: ClassVar[bool] = False  # while a batch runs, none of its requests can be preempted
@@ -61,9 +61,9 @@ class StaticScheduler(Scheduler):
             self._forming_since = None
 
     def plan(self) -> StepPlan:
-        """Plan the whole rectangle: all prompts in the first step, one token of every row in later steps.
+        """Plan the whole batch: all prompts in the first step, one token of every row in later steps.
 
-        Requests that are done are part of the plan: their rows are part of the rectangle.
+        Requests that are done are part of the plan, since their rows are computed, too.
         """
         if any(request.state is RequestState.PREFILL for request in self.active):
             return StepPlan(prefill=tuple(PrefillChunk(r, 0, len(r.token_ids)) for r in self.active))

@@ -31,7 +31,7 @@ class ContinuousRunner(Runner):
             yield ForwardPass(tuple(map(self.prefill_share, chunks)))
 
     def share_out(self, prefill: Sequence[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
-        """Divide chunks among passes, in order.
+        """Divide chunks among passes, in order. Yields the chunks of each pass.
 
         A pass takes up to `max_prefill_pass_tokens` tokens, or one longer chunk. This bounds a pass's activation
         memory, which grows with its tokens.

@@ -84,7 +84,7 @@ class BlockAllocator(Generic[Owner]):
         return set(self._owners)
 
     def find_leaked_blocks(self, active_owners: Iterable[Owner]) -> dict[Owner, set[int]]:
-        """Return the blocks of owners that are not among `active_owners`, by owner."""
+        """Return the ids of blocks whose owners are not among `active_owners`, by owner."""
         active = set(active_owners)
         leaked: dict[Owner, set[int]] = defaultdict(set)
         for block, owner in self._owners.items():

@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 class BlockTables:
     """The block tables of all sequences, as rows of one tensor that shares memory with a Python array.
 
-    Writing an id is as fast as a list's append. Making a new tensor of all tables in each step would take longer
-    than the rest of the step's host work. A GPU has a copy, which is sent only the entries that have changed.
+    Writing a block id is as fast as a list's append. Making a new tensor of all tables in each step would take
+    longer than the rest of the step's host work. A GPU has a copy of the tensor, and the host sends it only the
+    entries that have changed.
 
     Attributes:
         tensor: [seats, blocks] int64, on the host.
@@ -75,7 +76,10 @@ class BlockTables:
             self._changed.update(range(at, at + len(blocks)))
 
     def on_device(self) -> Tensor:
-        """Return the tables on the device, after changed entries have been sent, for work submitted from now on."""
+        """Send changed entries to the device, and return the device's copy [seats, blocks]; on a CPU, `tensor`.
+
+        Work that is submitted from now on reads the new entries.
+        """
         if self._changed:
             entries = torch.tensor(list(self._changed))
             sent = move_together([entries, self.tensor.view(-1)[entries].int()], self._on_device.device)
@@ -85,7 +89,10 @@ class BlockTables:
 
 
 class PagedKVCachePool(KVPool):
-    """Block tables over one store of `num_blocks` blocks. A slot is a table's number; no number is used twice."""
+    """Block tables over one store of `num_blocks` blocks.
+
+    A slot is the number of a sequence's block table. No number is used twice.
+    """
 
     def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
         super().__init__(shape, device)
@@ -131,7 +138,7 @@ class PagedKVCachePool(KVPool):
     # ------------------------------------------------------------------ slots
 
     def allocate_slot(self) -> int:
-        """Allocate an empty block table. Returns its slot. IndexError: `max_batch_size` sequences have one."""
+        """Allocate an empty block table. Returns its slot. IndexError: `max_batch_size` tables are in use."""
         slot = next(self._names)
         self._seats[slot] = self._rows.take_seat()
         self._tables[slot] = []
@@ -158,7 +165,7 @@ class PagedKVCachePool(KVPool):
         self.allocator.free(table)
 
     def free_slot_count(self) -> int:
-        """Return the largest number of sequences that could still be admitted: each takes a seat and at least one
+        """Return the largest number of sequences that could still be admitted: each needs a table and at least one
         block."""
         return min(self._rows.num_free, self.allocator.num_free)
 
@@ -207,7 +214,7 @@ class PagedKVCachePool(KVPool):
     # ------------------------------------------------------------------ audits
 
     def audit_blocks(self) -> set[int]:
-        """Return the blocks that are allocated and in no table. Any such block is a leak."""
+        """Return the ids of leaked blocks: they are allocated, and in no block table."""
         return self.allocator.find_unreferenced_blocks(itertools.chain.from_iterable(self._tables.values()))
 
     def reclaim_leaked_blocks(self) -> int:

@@ -19,14 +19,15 @@ GROWTH_RESERVE = 0.2  # share of free memory that admission leaves to the decodi
 
 
 class PagedScheduler(ContinuousScheduler):
-    """Continuous batching with a budget of blocks. With a pool of slots it behaves like phase 5."""
+    """Continuous batching that admits by free blocks. With phase 5's pool of slots, it behaves like phase 5."""
 
     config: Config
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
-        """Reserve each decoding request's column of this step. If memory runs out, preempt the last in line.
+        """Reserve memory for each decoding request's token of this step. If none is left, preempt the last in line.
 
-        The first in line reserves first, so at least one request always advances.
+        The first in line reserves first, so at least one request always advances. Returns the preempted requests.
+        The engine calls again until there are none.
         """
         if preempted := super().make_room(pool):
             return preempted
@@ -36,7 +37,8 @@ class PagedScheduler(ContinuousScheduler):
         return []
 
     def admit(self, pool: SchedulerPool) -> None:
-        """Admit waiting requests in order while the blocks for their prompt and generated tokens are in budget."""
+        """Admit waiting requests in order while free memory, less the share `GROWTH_RESERVE` of it, holds their
+        prompt and generated tokens. The reserve is left to the decoding requests."""
         free = pool.free_token_capacity()
         budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
         while request := self.next_waiting():

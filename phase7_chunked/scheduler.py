@@ -48,7 +48,7 @@ class ChunkedScheduler(PagedScheduler):
         return sorted(prefilling, key=self.prefill_priority)[: self.config.max_prefill_chunks_per_step]
 
     def prefill_priority(self, request: Request) -> tuple[int, int, int]:
-        """Return a sort key: prompts that have begun go first, and among equals the first in line."""
+        """Return a sort key: requests whose prompts have begun go first, and among equals the first in line."""
         return not request.has_begun, *request.rank
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:

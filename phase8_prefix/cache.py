@@ -31,7 +31,7 @@ CACHE = -1  # the owner of the tree's blocks; no slot has this number
 
 
 class CachingAllocator(BlockAllocator[int]):
-    """Counts unused blocks of the tree as free, and evicts them when they are needed."""
+    """Counts blocks of the prefix tree that no sequence uses as free, and evicts them when they are needed."""
 
     def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
         super().__init__(num_blocks)
@@ -52,7 +52,7 @@ class CachingAllocator(BlockAllocator[int]):
         return super().allocate(count, owner)
 
     def hand_over(self, blocks: Iterable[int]) -> None:
-        """Make the tree the owner of blocks."""
+        """Make the prefix tree the owner of these blocks."""
         self._owners |= dict.fromkeys(blocks, CACHE)
 
 
@@ -63,12 +63,13 @@ class PrefixCachingPool(PagedKVCachePool):
         super().__init__(config, shape, device)
         self.tree = PrefixTree(config.block_size)
         self.allocator: CachingAllocator = CachingAllocator(config.resolve_num_blocks(), self.tree)
-        # Slot -> nodes it holds. If another slot registered the same text first, this slot keeps its own block.
+        # Slot -> nodes it holds. If another slot registered the same text first, the slot keeps its own blocks.
         self._paths: defaultdict[int, list[Node]] = defaultdict(list)
         self._looked: dict[int, int] = {}  # slot -> `tree.insertions` at its latest search for hits
 
     def cost(self, request: Request, tokens: int) -> int:
-        """Return the memory that a request takes, in tokens: new blocks, and hits on blocks that were unused."""
+        """Return how much free memory a request takes, in tokens: new blocks, and hits on unused blocks, which are
+        free memory until then. Hits on blocks in use take none."""
         in_use = sum(node.users > 0 for node in self._match(request, ()))
         return super().cost(request, tokens) - in_use * self.block_size
 
@@ -90,14 +91,16 @@ class PrefixCachingPool(PagedKVCachePool):
         request.start_after(len(path) * self.block_size)
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
-        """Return the hits after `held`. The last token's block is never a hit: that token must be computed."""
+        """Return the tree's nodes for a request's prefix, without the nodes `held` at its beginning. The last
+        token's block is never a hit, since that token must be computed."""
         if request.params.prompt_logprobs is not None:
             return []  # each token's log-probability must be computed
         limit = (len(request.token_ids) - 1) // self.block_size
         return self.tree.match(request.token_ids, request.cache_salt, held)[: limit - len(held)]
 
     def register_prefix(self, request: Request, columns: int) -> None:
-        """Insert the request's full blocks into the tree, if all their keys and values are finite."""
+        """Insert the full blocks of a request's first `columns` columns into the tree, if all keys and values in
+        the new blocks are finite."""
         slot = request.slot
         assert slot is not None
         path = self._paths[slot]
@@ -145,7 +148,7 @@ class PrefixCachingPool(PagedKVCachePool):
 
     @property
     def used_tokens(self) -> int:
-        """Tokens in use. A shared block counts once. Only the ends of block tables are reserved and unused."""
+        """Number of reserved columns that hold a token. The columns of a shared block count once."""
         in_tables = sum(map(len, self._tables.values())) * self.block_size
         return self.reserved_tokens - (in_tables - sum(self._lengths.values()))
 

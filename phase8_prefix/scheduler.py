@@ -35,7 +35,7 @@ class PrefixScheduler(ChunkedScheduler):
                 pass
 
     def _looked_up(self, pool: SchedulerPool) -> Iterator[Request]:
-        """Yield the requests whose prompts advance next. A request that has not begun searches for hits first."""
+        """Yield the requests whose prompts advance next. If a prompt has not begun, hits are searched for first."""
         for request in self.prefill_requests():
             if not request.has_begun:
                 pool.match_prefix(request)

@@ -22,7 +22,10 @@ Key = tuple[object, ...]  # a block's token ids; in a text's first block the sal
 
 
 class Node:
-    """One block of a text. Its ancestors have the text before it. `users`: how many sequences hold the node."""
+    """One block of a text. Its ancestors are the blocks before it. `users` is the number of sequences that use it.
+
+    A sequence that uses a node *holds* it: the node is not evicted.
+    """
 
     __slots__ = ("block", "children", "key", "parent", "users")
 
@@ -50,7 +53,7 @@ class PrefixTree:
         self._unused: OrderedDict[Node, None] = OrderedDict()
 
     def match(self, token_ids: Sequence[int], salt: str = "", held: Sequence[Node] = ()) -> list[Node]:
-        """Return the longest path of whole blocks that is a prefix of `token_ids`. Adds no user."""
+        """Return the longest path of whole blocks in the tree that is a prefix of `token_ids`. Adds no user."""
         path: list[Node] = []
         children = (held[-1] if held else self._root).children
         for key in self._keys(token_ids, salt, len(held)):
@@ -61,14 +64,14 @@ class PrefixTree:
         return path
 
     def hold(self, path: Iterable[Node]) -> None:
-        """Count one more user of these nodes. The caller holds the nodes above them already."""
+        """Add a user to each of these nodes. The caller holds the nodes above them already."""
         for node in path:
             if node.users == 0:
                 del self._unused[node]
             node.users += 1
 
     def release(self, path: Sequence[Node]) -> None:
-        """Remove a user from a whole path, from the root on. Unused nodes stay until they are evicted."""
+        """Remove a user from each node of a path, which begins below the root. Unused nodes stay until evicted."""
         for node in reversed(path):
             node.users -= 1
             if node.users == 0:

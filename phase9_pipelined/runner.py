@@ -49,7 +49,7 @@ HOST = torch.device("cpu")
 
 
 def _keep_tokens(logits: Tensor, token_ids: Tensor) -> tuple[Tensor]:  # noqa: ARG001 - both are a pass's results
-    """Return a copy of drawn tokens, since the next graph writes its own to the same memory."""
+    """Return a copy of a pass's drawn tokens. The next launch of its graph overwrites them."""
     return (token_ids.clone(),)
 
 
@@ -84,13 +84,14 @@ class PipelinedRunner(ChunkedRunner):
                 self.state.steps[0].wait()
 
     def settle(self) -> list[StepOutput]:
-        """Commit the oldest step if two steps are in flight, since no third may be launched."""
+        """Commit the oldest step if `state.most` steps are in flight, since no more may be. Returns its outputs."""
         return [] if self.state.has_room else self.commit_step()
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
-        """Submit a plan's passes and their sampling, and commit the steps that are due. Returns their outputs.
+        """Submit a plan's passes and their sampling. Returns the outputs of the steps that are committed meanwhile.
 
-        An empty plan commits the oldest step in flight.
+        Earlier steps are committed if `pipeline_depth` is below 2, or if the plan's sampling depends on their
+        tokens. An empty plan commits the oldest step in flight.
         """
         if not (plan.decode or plan.prefill):
             return self.commit_step() if self.in_flight else []
@@ -115,7 +116,7 @@ class PipelinedRunner(ChunkedRunner):
     # ------------------------------------------------------------------ launch
 
     def launch_forward(self, plan: StepPlan) -> None:
-        """Submit the forward passes of a plan. Its sequences count as computed from now on."""
+        """Submit the forward passes of a plan. The plan's tokens count as computed from now on."""
         step = DecodeSlot(plan)
         self.state.on_launch(step)
         for forward_pass in self.passes(plan):
@@ -152,7 +153,10 @@ class PipelinedRunner(ChunkedRunner):
         return LaunchedPass(shares, requests, work, draws)
 
     def _submit_decode(self, shares: Sequence[PassShare], seats: Tensor) -> Pending:
-        """Submit a decode step of the sequences at `seats` [B], after the changes that it needs on the device."""
+        """Submit the pass of a decode step on a GPU, for the sequences at `seats` [B].
+
+        If the device's state of a seat is not what the step needs, the change is submitted first.
+        """
         changes = self.seats.changes(shares, seats.tolist())
         if changes:
             sent = move_together(changes, self.model.device)
@@ -173,14 +177,14 @@ class PipelinedRunner(ChunkedRunner):
     # ------------------------------------------------------------------ sampling
 
     def finalize_sampling(self) -> None:
-        """Submit the sampling of the launched step, and the copy of its tokens to the host."""
+        """Submit the sampling of the step launched last, and the copy of its tokens to the host."""
         step = self.state.launched
         assert step is not None, "a launched step"
         for each in step.passes:
             if each.requests:
                 with self.stream.entered():
                     each.work = self._sample_one(each)
-            for request in dict.fromkeys(each.requests):  # one token of each is certain
+            for request in dict.fromkeys(each.requests):  # one token of each request is certain
                 request.pending_tokens += 1
         self.state.on_pending_commit()
 
@@ -224,13 +228,13 @@ class PipelinedRunner(ChunkedRunner):
         return outputs
 
     def _read(self, step: DecodeSlot) -> list[SampledPass]:
-        """Wait for a step's passes and return their tokens. Raises any error of a pass."""
+        """Wait for a step's passes and return their sampled tokens. Raises the error of a pass that failed."""
         return [SampledPass(each.requests, Sampled(*each.work.wait())) for each in step.passes]
 
     # ------------------------------------------------------------------ failure
 
     def _attempt(self, stage: Callable[..., None], *arguments: Any) -> list[StepOutput]:
-        """Run a stage of a launch. If it raises, return the outputs of the recovery."""
+        """Run a stage of a launch. If it raises, recover and return the recovery's outputs, otherwise []."""
         try:
             with self.telemetry.part("launch"):
                 stage(*arguments)
@@ -241,7 +245,8 @@ class PipelinedRunner(ChunkedRunner):
     def _recover(self, error: Exception) -> list[StepOutput]:
         """Abandon the steps in flight and compute them again, one after the other. Returns their outputs.
 
-        Guilty requests fail again, and alone: see `_launch_pass`. All others get the tokens they would have got.
+        Requests that caused the error fail again, and alone: see `_launch_pass`. All other requests get the tokens
+        that they would have got.
         """
         raise_if_fatal(error)
         self.telemetry.counters.failed_passes += 1
@@ -274,7 +279,7 @@ class PipelinedRunner(ChunkedRunner):
     def abandon(self) -> None:
         """Wait until the steps in flight have stopped computing, then drop them and rewind their requests.
 
-        The requests are as they were before the oldest step. May be repeated if it was interrupted.
+        The requests are as they were before the oldest step. If this is interrupted, it may be called again.
         """
         with suppress(Exception):  # if the device failed, nothing can be waited for
             self.stream.drain()

@@ -30,7 +30,7 @@ class PipelinedScheduler(PrefixScheduler):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step in flight computes for an active request."""
+        """Whether any step in flight computes tokens of an active request."""
         return any(request.inflight_refs for request in self.active)
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:

@@ -32,19 +32,19 @@ class LaunchedPass:
     shares: tuple[PassShare, ...]
     requests: tuple[Request, ...]  # of each sampled row, in order
     work: Pending  # the work submitted last: the forward pass, later its sampling
-    draws: bool = False  # the forward pass has drawn tokens, too, which are right for plain requests
+    draws: bool = False  # the pass has drawn tokens, too; right if all requests are plain
 
 
 @dataclass(slots=True, eq=False)
 class DecodeSlot:
-    """A step, made at its launch and dropped at its commit."""
+    """A step in flight: created at its launch, and dropped at its commit."""
 
     plan: StepPlan
     passes: list[LaunchedPass] = field(default_factory=list)  # the passes that were submitted so far
 
     @property
     def members(self) -> tuple[Request, ...]:
-        """The requests that the step computes for."""
+        """The requests for which the step computes tokens."""
         return self.plan.requests
 
     @property
@@ -59,7 +59,7 @@ class DecodeSlot:
 
 
 class PipelineError(RuntimeError):
-    """A step was moved to a stage that its present stage does not lead to."""
+    """A step was moved to a stage that does not follow its present stage."""
 
 
 class PipelineState:
@@ -69,7 +69,7 @@ class PipelineState:
 
     Attributes:
         steps: launched and not committed, oldest first.
-        launched: the newest of them, until its sampling is submitted.
+        launched: the newest step, while its sampling is not submitted; else None.
         most: how many steps may be in flight.
     """
 
@@ -80,7 +80,7 @@ class PipelineState:
 
     @property
     def has_room(self) -> bool:
-        """Whether a step may be launched before one is committed."""
+        """Whether one more step may be launched before a step is committed."""
         return len(self.steps) < self.most
 
     @property
@@ -89,7 +89,7 @@ class PipelineState:
         return self.steps[0] if self.steps and self.steps[0] is not self.launched else None
 
     def on_launch(self, step: DecodeSlot) -> None:
-        """Add a step. Its forward passes are submitted next."""
+        """Add a step, and count it in its requests' `inflight_refs`. Its forward passes are submitted next."""
         members = step.members
         if self.launched is not None:
             raise PipelineError("the step before is not sampled")
@@ -110,7 +110,7 @@ class PipelineState:
         self.launched = None
 
     def on_step_completed(self, step: DecodeSlot) -> None:
-        """Drop the oldest step and its references, since its tokens became outputs."""
+        """Drop the oldest step, whose tokens became outputs, and its counts in its requests' `inflight_refs`."""
         if step is not self.oldest:
             raise PipelineError("only the oldest step may be committed, and only once it is sampled")
         for member in step.members:
@@ -118,7 +118,7 @@ class PipelineState:
         self.steps.popleft()
 
     def drop_all(self) -> None:
-        """Drop all steps after a failure. May be repeated if it was interrupted."""
+        """Drop all steps after a failure. If this is interrupted, it may be called again."""
         for step in self.steps:
             for member in step.members:
                 member.inflight_refs = 0

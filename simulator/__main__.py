@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
-    """Simulate the workload on every engine that the options name, and print the table."""
+    """Simulate the workload on every phase that the options name, print the table, and return the results."""
     workload = find_workload(options)
     setup = Setup(
         model=options.model,
@@ -131,7 +131,7 @@ def simulate(options: argparse.Namespace, console: Console) -> list[Run]:
 
 
 def find_workload(options: argparse.Namespace) -> Workload:
-    """Return the workload that the options name, with the number of requests that they name.
+    """Return the workload that `--workload` names, changed as `--requests` and `--poisson` say.
 
     Raises:
         ValueError: there is no such workload, or a number is out of its range.
@@ -157,10 +157,10 @@ def find_workload(options: argparse.Namespace) -> Workload:
 
 
 class Column:
-    """One column of the table: a phase's engines and their prices.
+    """One column of the table: a phase, its options, and the times (prices) of its work.
 
     Attributes:
-        source: the origin of the prices, in words.
+        source: where the prices come from, in words.
     """
 
     def __init__(self, target: Target, options: argparse.Namespace) -> None:
@@ -200,7 +200,7 @@ class Column:
         ]
 
     def serve(self, workload: Workload, calibration: Calibration, options: argparse.Namespace) -> Run:
-        """Simulate a workload to its end."""
+        """Simulate a workload to its end, and return the result in the form of a measured run."""
         engines = self.engines(options.replicas)
         seen, route = Summary(engines), Routed(POLICIES[options.policy](options.seed))
         plan = planned_requests(workload, Unlike(), seed=options.seed, factor=calibration.factor)
@@ -249,7 +249,7 @@ def calibrate(workload: Workload, column: Column, options: argparse.Namespace) -
 
 
 def parse_gpu(text: str) -> Device:
-    """Parse a device such as `3350,990`: gigabytes a second, and teraflops.
+    """Parse a device such as `3350,990,0.6`: GB/s, TFLOP/s and, optionally, the share of both that a pass reaches.
 
     Raises:
         ValueError: the text does not have that form.

@@ -14,12 +14,12 @@ class Arrival:
     """A request that will arrive.
 
     Attributes:
-        index: its place among all requests, which identifies it.
-        at_s: when it is sent, in seconds from the start; with `after`, from the end of that request's answer.
+        index: the request's number, which identifies it.
+        at_s: when the request is sent, in seconds from the start; with `after`, from the end of that answer.
         prompt: token ids. Only their equality matters: prompts that begin alike may share blocks.
-        new_tokens: the number of tokens that it asks for and gets.
+        new_tokens: the number of tokens that the request asks for and gets.
         after: the index of the request whose answer must end first; None: no such request.
-        continues: whether its prompt begins with the prompt and the answer of `after`.
+        continues: whether the prompt and the answer of `after` are put before `prompt`.
     """
 
     index: int
@@ -43,7 +43,12 @@ class Unlike:
 
 
 def arrivals_of(plan: Iterable[PlannedRequest], *, sequential: bool = False) -> Iterator[Arrival]:
-    """Yield the arrivals of a benchmark's plan. `sequential`: each is sent when the one before it is answered."""
+    """Yield the requests of a benchmark's plan as arrivals.
+
+    Args:
+        plan: the requests, in the order they are sent.
+        sequential: whether each request is sent when the answer to the request before it has ended.
+    """
     for planned in plan:
         yield Arrival(
             planned.index,

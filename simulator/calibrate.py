@@ -1,4 +1,4 @@
-"""`python -m simulator.calibrate`: prices from measured runs, and how well they predict those runs.
+"""`python -m simulator.calibrate`: fits prices of a pass to measured runs, and predicts those runs with the prices.
 
 Every run is simulated from its clients' first request to their last answer, and compared with the measurement.
 Two tables are written beside the runs: `simulator_costs` and `simulator_predictions`. Nothing is measured here: the

@@ -22,5 +22,5 @@ class VirtualClock:
         self.now += seconds
 
     def wait_until(self, time_s: float) -> None:
-        """Advance to a time. A time in the past changes nothing."""
+        """Advance the clock to `time_s`. A time in the past changes nothing."""
         self.now = max(self.now, time_s)

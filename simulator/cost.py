@@ -9,6 +9,8 @@
             D  ░░░░░░████                pairs   34    columns that these four see: 7 + 8 + 9 + 10
                                          logits   4    tokens chosen, if D's prompt ends here
 ```
+
+A column is the key and the value of one token.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ class Work(NamedTuple):
     """The amounts of work in a forward pass that its time depends on.
 
     Attributes:
-        rows: sequences with one query: sequences that decode, and idle rows.
-        columns: KV columns that these rows see, summed over rows.
-        held: KV columns in memory that these rows see. A block that several sequences share counts once: when one
-            sequence has read it, it is in the processor's cache for the others.
-        tokens: queries of all other sequences, padding included.
-        pairs: pairs of such a query and a key that it sees.
-        logits: rows of logits that a token is chosen from.
+        rows: number of sequences with one query: sequences that decode, and idle rows.
+        columns: number of keys that the queries of these rows see, summed over rows.
+        held: like `columns`, but a block that several sequences share counts once: when one sequence has read it,
+            it is in the processor's cache for the others. Estimated as at most the used KV memory plus one a row.
+        tokens: number of queries of all other sequences (prompts), padding included.
+        pairs: number of pairs of such a query and a key that it sees.
+        logits: number of rows of logits, from each of which a token is chosen.
     """
 
     rows: int
@@ -65,10 +67,10 @@ class Cost(ABC):
     Attributes:
         host_step_s: host time of a step, whatever the step computes.
         host_row_s: added to `host_step_s` for each token that the host reads from the device.
-        between_s: from a step's end to the next step's beginning, while there is work.
+        between_s: time from a step's end to the next step's beginning, while there is work.
         between_row_s: added to `between_s` for each token of the step, which the server writes to its client.
-        arrival_s: from a client's sending to the engine's queue.
-        delivery_s: from a step's end to the arrival of its tokens at the clients.
+        arrival_s: time from a client's sending of a request until the request is in the engine's queue.
+        delivery_s: time from a step's end until its tokens are at the clients.
     """
 
     host_step_s: float = 0.0
@@ -85,7 +87,10 @@ class Cost(ABC):
 
 @dataclass(kw_only=True)
 class LinearCost(Cost):
-    """Sums a price for each kind of work in a pass. `simulator.calibrate` fits the prices to a machine."""
+    """A pass takes a fixed price plus a price for each unit of each kind of work (`Work`).
+
+    `simulator.calibrate` fits the prices to measured runs.
+    """
 
     pass_base_s: float = 0.0
     row_s: float = 0.0
@@ -108,19 +113,19 @@ class LinearCost(Cost):
         )
 
 
-#: Each pass takes one second: for pictures, and for tests that count steps.
+#: Each pass takes one second. For pictures, and for tests that count steps.
 ONE_SECOND_A_PASS = LinearCost(pass_base_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, by its data sheet.
+    """A device, described by its data sheet.
 
     Attributes:
         bytes_per_s: bandwidth of its memory.
         flops: multiplications plus additions a second, in the model's type.
-        efficiency: the share of both that a pass reaches.
-        launch_s: added to the time of every pass.
+        efficiency: the share of bandwidth and of flops that a pass reaches.
+        launch_s: seconds that are added to the time of every pass.
     """
 
     bytes_per_s: float
@@ -130,11 +135,12 @@ class Device:
 
 
 class RooflineCost(Cost):
-    """The times of a device that was not measured: reading memory or computing, whichever takes longer.
+    """Times for a device that was not measured: a pass takes as long as its memory traffic or its arithmetic,
+    whichever takes longer.
 
-    A pass reads every weight once, and the cached columns of sequences with one query. It writes the columns of its
-    own tokens. A layer's weights are multiplied once for each token, the head's once for each row of logits.
-    Sliding windows are ignored: every layer attends to all columns.
+    A pass reads every weight once, and the cached keys and values of sequences with one query. It writes the keys
+    and values of its prompt tokens. A layer's weights are multiplied once for each token, the head's once for each
+    row of logits. Sliding windows are ignored: every layer attends to all keys.
 
     Args:
         int8: whether the weights are quantized (`--quantize int8`).

@@ -1,4 +1,5 @@
-"""A phase's engine on a virtual clock: its own scheduler, pool and runner, no model and no memory."""
+"""Builds a phase's engine on a virtual clock. It has the phase's scheduler, pool and runner, but no model and no
+KV memory."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class NoStore(KVShape):
-    """A KV shape whose stores take no memory: views of a single number."""
+    """A KV shape whose stores take no memory: they are views of a single number."""
 
     def allocate(
         self, blocks: int, block_size: int, device: torch.device
@@ -66,9 +67,9 @@ def simulate_engine(
     Args:
         phase: the package, or a name that `find_phase` knows.
         cost: the times of passes and of the host's work.
-        clock: the engine's; a new one if None.
-        acceptance: how likely a guess of phase 10 comes true; 0: nothing is guessed.
-        options: fields of the phase's `Config`. Without `max_seq_len`, it is 4096 or the model's limit, if less.
+        clock: the engine's clock; a new one if None.
+        acceptance: the probability that a guess of phase 10 is right; 0: nothing is guessed.
+        options: fields of the phase's `Config`. The default of `max_seq_len` is 4096, or the model's limit if less.
 
     Raises:
         StartupError: there is no such phase or model.

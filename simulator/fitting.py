@@ -25,27 +25,28 @@ from simulator.replay import Replay, phase_of, replay
 Floats = npt.NDArray[np.float64]
 
 ROUNDS = 8  # of reweighting; prices converge after about five
-SHORTEST_S = 1e-5  # lower bound of the expected time of a step, in its weight
+SHORTEST_S = 1e-5  # lower bound of a step's expected time when its weight is computed
 RIDGE = 1e-4  # ridge penalty: kinds of work that always come together share one price
 
 KINDS = 1 + len(Work._fields)  # of work: passes, and the fields of `Work`; `PRICES` are in the same order
-TYPICAL_ARRIVAL_S = 0.0025  # if no run has a request that came to an idle engine
+TYPICAL_ARRIVAL_S = 0.0025  # `Cost.arrival_s`, if no run has a request that came to an idle engine
 ALONE_S = 0.1  # a request came alone if no other was sent within this time
 
 
 def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
-    """Fit a price for each column of `amounts`, in seconds, none below zero.
+    """Fit a price in seconds, not below zero, for each kind of work, so that the prices explain the steps' times.
 
     Steps differ a thousandfold in length, and the errors of long steps are larger. So a step's error is weighted
     like that of a count: by the inverse of the expected value (Poisson regression with an identity link). With
-    these weights, all steps together take as long as was measured, however wrong each of them is.
+    these weights, the sum of the predicted times equals the sum of the measured times, however wrong single
+    predictions are.
 
     Args:
-        amounts: [steps, kinds] how much of each kind a step has.
-        seconds: [steps] how long it took.
+        amounts: [steps, kinds] how much of each kind of work a step has.
+        seconds: [steps] how long each step took.
 
     Returns:
-        [kinds]; 0 for a kind that no step has any of.
+        [kinds] the prices; 0 for a kind of work that no step has.
 
     Raises:
         ValueError: there are no steps.
@@ -70,10 +71,10 @@ def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
 
 
 def step_times(run: Replay) -> tuple[Floats, Floats]:
-    """Return the work of each step [steps, kinds], and its seconds.
+    """Return the work of each usable step [steps, kinds], and its seconds [steps].
 
-    Steps in flight overlap: the time from one step's start to the next one's belongs to the step that was launched
-    two steps before.
+    Without a pipeline, a step's seconds are its own duration. In a pipeline, steps overlap: the time from the start
+    of step n + 2 to the start of step n + 3 belongs to step n. Steps without a pass are left out.
     """
     steps = run.steps
     if mode_of(run.run) == PIPELINED:
@@ -89,13 +90,13 @@ def step_times(run: Replay) -> tuple[Floats, Floats]:
 
 
 def pauses(run: Replay) -> tuple[Floats, Floats]:
-    """Return what the host did between two steps, and how long it took, for each step that another follows at once.
+    """Return the pauses after steps that another step follows at once, for `fit_prices`.
 
-    In phase 9 steps overlap, so there are no pauses: that time is part of a step.
+    In a pipeline steps overlap, so there are no pauses: the host's time between steps is part of a step.
 
     Returns:
         [steps, 2]: 1, and the number of tokens that the step delivered.
-        [steps]: seconds from the end of the step to the beginning of the next.
+        [steps]: seconds from the end of the step to the beginning of the next step.
     """
     pairs = [] if mode_of(run.run) == PIPELINED else itertools.pairwise(run.steps)
     found = [(s.tokens, n.started_s - s.started_s - s.duration_s) for s, n in pairs if s.goes_on]
@@ -104,9 +105,10 @@ def pauses(run: Replay) -> tuple[Floats, Floats]:
 
 
 def lone_arrivals(run: Replay) -> list[float]:
-    """Return the seconds that each request took to reach the idle engine.
+    """Return for each request that found the engine idle the seconds from its sending to the step that queued it.
 
-    Empty if any two requests of the run were sent within `ALONE_S`, and for phase 4, which waits for more requests.
+    Returns [] if any two requests of the run were sent within `ALONE_S`, and for phase 4, which waits for more
+    requests before it starts a batch.
     """
     sent = sorted(record.sent_s for record in run.run.requests if record.sent_s is not None)
     is_crowded = any(later - earlier < ALONE_S for earlier, later in itertools.pairwise(sent))
@@ -119,7 +121,7 @@ def lone_arrivals(run: Replay) -> list[float]:
 def replayed_runs(results: Path) -> dict[Group, list[Replay]]:
     """Replay the complete runs of phases below a folder, if they have engine steps. Returns the replays by group.
 
-    Runs with guesses are left out: which guesses come true depends on the text, and a replay has no text.
+    Runs with guesses are left out: which guesses are right depends on the text, and a replay has no text.
     """
     usable = [
         run
@@ -137,8 +139,8 @@ def replayed_runs(results: Path) -> dict[Group, list[Replay]]:
 def cost_of(runs: Sequence[Replay]) -> LinearCost:
     """Fit prices to the runs of one group.
 
-    Kinds of work that always come together cannot be told apart and share a price: columns attended to and columns
-    held if no blocks are shared; rows and passes if all passes have equally many rows.
+    Kinds of work that always come together cannot be told apart, so they share a price. If no blocks are shared,
+    these are `Work.columns` and `Work.held`. If all passes have equally many rows, these are rows and passes.
 
     Raises:
         ValueError: no run has a step that could be used.
@@ -171,7 +173,12 @@ def held_out(runs: Sequence[Replay]) -> dict[str, LinearCost]:
 
 
 def fit_group(group: Group, runs: Sequence[Replay], others: Mapping[str, LinearCost]) -> Fit:
-    """Return a group's prices. A workload's errors are those of `others[workload]`, prices fitted without it."""
+    """Fit prices to a group's runs, and compute the errors of predicted times.
+
+    Args:
+        others: for each workload the prices that were fitted to the other workloads. They predict the times of the
+            workload's runs for the errors.
+    """
     step_errors: list[float] = []
     total_errors: list[float] = []
     for each in runs:

@@ -6,8 +6,9 @@
             └─────────── the next request of a client that waited for them ──────────┘
 ```
 
-Each server has a clock of its own, which its steps advance. Events are handled in the order of their times, so a
-server begins its next step only when all other servers have reached that time.
+A request waits at a server's door until the engine's queue takes it. Each server has a clock of its own, which its
+steps advance. Events are handled in the order of their times, so a server begins its next step only when all other
+servers have reached that time.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Observer(Protocol):
 
 
 class Server:
-    """A simulated engine, and the requests that were sent to it and are not in its queue yet.
+    """A simulated engine, and the requests that were sent to it and are not in its queue yet (at its door).
 
-    A request that finds the queue full waits outside it, like a client that retries at once.
+    A request that finds the queue full waits at the door, like a client that retries at once.
 
     Attributes:
         changes: a number that grows whenever the server's load may have changed.
@@ -58,7 +59,7 @@ class Server:
         self.changes += 1
 
     def next_s(self) -> float | None:
-        """Return the time at which the server can go on; None: not before another request arrives."""
+        """Return the time at which `go_on` must be called next; None: not before another request is sent."""
         wake = self.engine.next_wake()
         if self._door and self.engine.scheduler.queue_room() > 0:
             arrival = max(self.clock.now, self._door[0][0])
@@ -66,9 +67,10 @@ class Server:
         return wake
 
     def go_on(self, time_s: float) -> Sequence[StepOutput] | None:
-        """Queue the requests that arrived by `time_s`, and run a step if one is due. Returns its outputs.
+        """Queue the requests that arrived by `time_s`, and run a step if one is due. Returns the step's outputs.
 
-        None: no step was due, or waiting for the previous step took time in which other requests may have arrived.
+        Returns None if no step was due, or if the engine had to wait for an earlier step beyond `time_s`: other
+        requests may have arrived meanwhile, so call it again.
         """
         self.changes += 1
         self.clock.wait_until(time_s)
@@ -115,12 +117,13 @@ def run(
 
     Args:
         engines: made by `simulate_engine`, without requests.
-        arrivals: in the order of their times. A request with `after` comes behind the request that `after` names.
+        arrivals: in the order of their times. A request with `after` comes after the request that `after` names.
         observer: is called for each event.
         route: returns the index of the server that gets a prompt; by default the first server gets all.
 
     Raises:
-        ValueError: a request is too long for the engines, or its `after` is not read yet or answered already.
+        ValueError: a request is too long for the engines, or the request that `after` names was not read yet or was
+            answered already.
     """
     servers = [Server(engine) for engine in ([engines] if isinstance(engines, Engine) else engines)]
     return _Simulation(servers, arrivals, observer, route).run()
@@ -136,7 +139,7 @@ class _Simulation:
     ) -> None:
         self._servers = servers
         self._arrivals = iter(arrivals)
-        self._next: Arrival | None = None  # the next arrival without `after`; it is not scheduled yet
+        self._next: Arrival | None = None  # the next arrival without `after`, read and not yet scheduled
         self._observer = observer
         self._route = route
         self._limit = min(server.engine.max_request_tokens for server in servers)
@@ -146,10 +149,10 @@ class _Simulation:
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         # Events of the same time and kind happen in the order in which they were added.
         self._places = itertools.count()
-        # When each server goes on. A step event with another time is out of date.
+        # The time of each server's next step event. A step event with another time is out of date.
         self._due: dict[Server, float] = {}
         self._live: dict[str, Request] = {}
-        # Unanswered arrival -> arrivals that wait for its answer.
+        # Index of each unanswered arrival -> arrivals that wait for its answer.
         self._followers: dict[int, list[Arrival]] = {}
         self._is_reading = True
 
@@ -180,8 +183,8 @@ class _Simulation:
             self._next = self._read()
 
     def _read(self) -> Arrival | None:
-        """Read arrivals up to the next one without `after`, and return it. The others will be sent when the answer
-        to their `after` ends."""
+        """Read arrivals up to the next arrival without `after`, and return it. The arrivals before it are sent when
+        the answer to their `after` ends."""
         for arrival in self._arrivals:
             if arrival.after is None:
                 return arrival

@@ -53,7 +53,7 @@ class Timelines:
 class Durations:
     """A histogram of durations with logarithmic bins. It takes a few kilobytes for any number of durations.
 
-    Percentiles are good to 0.1 %; mean and maximum are exact.
+    Percentiles have an error of at most 0.1 %. Mean and maximum are exact.
     """
 
     FINE = 500  # bins for each factor of e: a bin is 0.2 % wide
@@ -79,7 +79,7 @@ class Durations:
         return low + (place - below) * (high - low)
 
     def _at(self, rank: int) -> float:
-        """Return the value at a rank."""
+        """Return the duration with this rank, about. The shortest duration has rank 0."""
         reached = 0
         for key in sorted(self._counts):
             reached += self._counts[key]
@@ -97,7 +97,7 @@ class Durations:
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose answer is not complete. `slow_gaps`: the number of its gaps longer than the objective."""
+    """A request whose answer is not complete. `slow_gaps` counts its gaps that are longer than the objective."""
 
     sent_s: float
     prompt_tokens: int
@@ -111,7 +111,7 @@ class Summary:
 
     Args:
         engines: the engines that serve the requests; their steps are counted.
-        slo_ttft_s, slo_itl_s: objectives for the first token and for the gaps.
+        slo_ttft_s, slo_itl_s: objectives for the first token and for gaps between tokens, in seconds.
     """
 
     def __init__(self, engines: Sequence[Engine], *, slo_ttft_s: float = 2.0, slo_itl_s: float = 0.2) -> None:

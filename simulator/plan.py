@@ -1,10 +1,11 @@
 """`python -m simulator.plan`: simulates 1 to 1000 replicas under each routing policy, and times the router.
 
-Tenants send requests at random times; all prompts of one tenant begin with the same text. The more replicas, the
-more tenants: a replica can hold the texts of its tenants if each tenant is always sent to the same replica.
+Tenants send requests at random times. All prompts of one tenant begin with the same text. The number of tenants
+grows with the number of replicas. If each tenant's requests always go to the same replica, a replica's cache can
+hold the texts of its tenants.
 
-In virtual time a router decides at once. The time of its decisions is measured separately, in real time on this
-machine: it says how many requests a second one router can send on.
+In virtual time a router's decision takes no time. The time of its decisions is measured separately, in real time on
+this machine. It gives the number of requests a second that one router can pass on.
 
 ```text
 tokens/s, TTFT        virtual time: real schedulers and pools, prices of a measured machine
@@ -37,7 +38,7 @@ from simulator.routing import POLICIES, Routed
 NAME = "simulator_replicas"
 PHASE, MODEL = 8, "dummy:llama-60m"
 REPLICAS = (1, 4, 16, 64, 256, 1000)
-REQUESTS = 24  # for each replica
+REQUESTS = 24  # requests for each replica, on average
 OPTIONS: dict[str, Any] = {"max_batch_size": 24, "num_blocks": 2048, "block_size": 16, "max_seq_len": 4096}
 
 COLUMNS = [
@@ -47,7 +48,7 @@ COLUMNS = [
 
 
 #: Mean number of tenants for each replica; prompt tokens that all prompts of a tenant share; further prompt tokens
-#: of each request; new tokens.
+#: of each request; tokens that each request generates.
 TENANTS, SHARED, OWN, NEW = 4, 1024, 64, 64
 
 
@@ -62,7 +63,7 @@ def arrivals(replicas: int, requests: int, rate: float) -> Iterator[Arrival]:
 
 
 def capacity(cost: Cost) -> float:
-    """Return the requests a second that one replica serves with full seats and no cache hits."""
+    """Return the requests a second that one replica serves with full batches and no cache hits."""
     engine = simulate_engine(PHASE, cost, model=MODEL, **OPTIONS)
     count: int = 4 * OPTIONS["max_batch_size"]
     write = Unlike()
@@ -71,7 +72,12 @@ def capacity(cost: Cost) -> float:
 
 
 def simulate(replicas: int, policy: str, requests: int, rate: float, cost: Cost) -> list[Cell]:
-    """Simulate one row of the table. `requests` and `rate` are of each replica, on average."""
+    """Simulate a number of replicas under a routing policy. Returns a row of the table.
+
+    Args:
+        requests: number of requests for each replica, on average.
+        rate: requests a second for each replica, on average.
+    """
     engines = [simulate_engine(PHASE, cost, model=MODEL, **OPTIONS) for _ in range(replicas)]
     route, seen = Routed(POLICIES[policy](seed=0)), Summary(engines)
     run(engines, arrivals(replicas, requests * replicas, rate * replicas), seen, route=route)

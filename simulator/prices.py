@@ -17,20 +17,20 @@ COSTS = "simulator_costs"
 PRICES = ("pass_base_s", "row_s", "column_s", "held_s", "token_s", "pair_s", "logit_s")
 OTHERS = ("between_s", "between_row_s", "arrival_s", "delivery_s")
 
-#: How steps follow each other: each way has its own cost on the host.
+#: How steps follow each other. Each of these modes has its own cost on the host.
 SYNCHRONOUS, ONE_BY_ONE, PIPELINED = "synchronous", "one by one", "pipelined"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs whose steps cost the same.
+    """Identifies the runs that share prices, because their steps cost the same.
 
     Attributes:
         machine: the name of the processor or GPU.
         model: the name of the model.
         revision: the commit of the code that was measured.
         kernels: "native", "torch", or "triton".
-        mode: how steps follow each other.
+        mode: how steps follow each other: `SYNCHRONOUS`, `ONE_BY_ONE` or `PIPELINED`.
     """
 
     machine: str
@@ -56,7 +56,7 @@ def mode_of(run: Run) -> str:
 
 
 def mode_of_config(config: EngineConfig) -> str:
-    """Return `SYNCHRONOUS`, `ONE_BY_ONE` or `PIPELINED`, by the depth of the pipeline."""
+    """Return `SYNCHRONOUS` for a phase without a pipeline, `ONE_BY_ONE` at depth 0, else `PIPELINED`."""
     depth = getattr(config, "pipeline_depth", None)
     return SYNCHRONOUS if depth is None else PIPELINED if depth else ONE_BY_ONE
 
@@ -66,12 +66,12 @@ class Fit:
     """Prices that were fitted to one group of runs (`simulator.fitting`).
 
     Attributes:
-        newest: when the latest of its runs was started.
+        newest: when the latest of the group's runs was started.
         steps: the number of measured steps.
         same_share: the share of steps in which the replayed engine planned the measured work.
         step_error: median relative error of a step's time, predicted with prices of the other workloads; None if
-            there are no others.
-        total_error: the same for the time of all steps of a run together.
+            there are no other workloads.
+        total_error: like `step_error`, for the sum of the times of a run's steps.
     """
 
     group: Group
@@ -89,7 +89,7 @@ class Fit:
 
 GROUP = ("machine", "model", "revision", "kernels", "steps")
 _FOUND = ("newest run", "runs", "steps measured", "planned alike", "error of a step", "error of a run")
-_PER_SECOND = 1e6  # prices are kept in microseconds
+_PER_SECOND = 1e6  # the table has prices in microseconds
 
 
 def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
@@ -112,7 +112,7 @@ def costs_table(fits: Sequence[Fit]) -> MeasuredTable:
 
 
 def load_fits(results: Path) -> list[Fit]:
-    """Return the fits in the newest table below a folder of results, newest runs first; none without a table."""
+    """Return the fits in the newest table below a folder of results, newest runs first; [] without a table."""
     table = newest_table(COSTS, results)
     fits = [_read_fit(row) for row in table.rows] if table is not None else []
     return sorted(fits, key=lambda fit: fit.newest, reverse=True)

@@ -1,7 +1,7 @@
 """Replays a measured run: the same engine steps, and the work in each of them.
 
 A run's file says how long each step took, how many tokens it decoded and prefilled, and how many requests there
-were. It does not say how many columns its forward passes read. So the phase's own engine runs the steps again,
+were. It does not say how many keys its forward passes read. So the phase's own engine runs the steps again,
 without a model: before each step, requests are added until there are as many as in the record. If the engine then
 plans as many tokens as the record counts, its passes do the work that was measured.
 
@@ -31,7 +31,7 @@ from simulator.engine import simulate_engine
 from simulator.loop import params
 from simulator.runner import TOKEN, SimulatedRunner
 
-#: Options of a server on which its engine's schedule does not depend.
+#: Options of a server that do not change which work its engine plans.
 NO_SCHEDULE = frozenset({"device", "dtype", "host", "port", "native-kernels", "no-native-kernels"})
 
 _COMPARED = ("waiting", "active", "passes", "decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows")
@@ -39,14 +39,14 @@ _COMPARED = ("waiting", "active", "passes", "decode_tokens", "prefill_tokens", "
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One measured step.
+    """A measured step, and the work that the replayed engine planned for it.
 
     Attributes:
         started_s, duration_s: as measured.
-        works: its forward passes.
-        tokens: the number of tokens it delivered.
+        works: the work of each forward pass.
+        tokens: the number of tokens that the replayed step delivered.
         goes_on: whether the next step was due at once.
-        is_same: whether the engine planned the work that the record counts.
+        is_same: whether the replayed engine planned the work that the record counts.
     """
 
     started_s: float
@@ -59,11 +59,12 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A run, its steps, and the delays of its arrivals.
+    """A run, its replayed steps, and delays between clients and engine.
 
     Attributes:
-        arrivals_s: seconds from a client's request to the step that queued it, while the engine was idle.
-        deliveries_s: from a step's end to each of its tokens at the client.
+        arrivals_s: for each request that found the engine idle, the seconds from its sending to the step that
+            queued it.
+        deliveries_s: for each token, the seconds from its step's end to its arrival at the client.
     """
 
     run: Run
@@ -78,7 +79,7 @@ class Replay:
 
 @dataclass
 class _Noted(Cost):
-    """A cost of zero that keeps the work of the launched passes."""
+    """A cost under which passes take no time. It notes the work of each launched pass."""
 
     works: list[Work] = field(default_factory=list)
 
@@ -96,7 +97,10 @@ def phase_of(run: Run) -> PhasePackage:
 
 
 def options_of(config: type[EngineConfig], options: Mapping[str, str]) -> dict[str, Any]:
-    """Return command-line options as fields of a phase's `Config`: `no-x` is False, an empty value True."""
+    """Return command-line options as fields of a phase's `Config`.
+
+    `x` with an empty value becomes True, `no-x` makes x False, and the value `none` becomes None.
+    """
     found: dict[str, Any] = {}
     for option, value in options.items():
         name = option.replace("-", "_")
@@ -108,7 +112,7 @@ def options_of(config: type[EngineConfig], options: Mapping[str, str]) -> dict[s
 
 
 def schedule_options(run: Run) -> dict[str, Any]:
-    """Return the options of a run's server that its schedule depends on."""
+    """Return the options of a run's server that may change the work that its engine plans, as `Config` fields."""
     given = run.server.options or {}
     config = phase_of(run).Config
     return options_of(config, {name: value for name, value in given.items() if name not in NO_SCHEDULE})
@@ -124,7 +128,7 @@ def plan_of(run: Run) -> list[PlannedRequest]:
 
 
 def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
-    """Return whole prompts: in a conversation, a prompt begins with the earlier questions and answers."""
+    """Return the whole prompt of each request. In a conversation, it begins with earlier prompts and answers."""
     prompts: list[list[int]] = []
     for planned in plan:
         begin: list[int] = []
@@ -137,8 +141,8 @@ def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
 def order_of_arrival(run: Run) -> list[RequestRecord]:
     """Return a run's requests in the order in which the engine got them.
 
-    Sockets decide the order within a burst. The times of first tokens show it: every phase begins with the request
-    that arrived first.
+    Sockets decide the order within a burst. It is read from the times of the first tokens, because every phase
+    begins with the request that arrived first.
     """
 
     def key(record: RequestRecord) -> tuple[float, float]:
@@ -156,7 +160,7 @@ BURST_S = 0.02  # requests that are sent within this time of a run's start have 
 
 
 class _Replayer:
-    """Steps an engine through a run, and queues requests when the records say so."""
+    """Steps an engine through a run, and queues requests so that their number is that in the run's step records."""
 
     def __init__(self, run: Run) -> None:
         assert run.engine_steps is not None
@@ -170,7 +174,7 @@ class _Replayer:
         self.prompts = prompts_of(plan_of(run))
         self.tokens_read: dict[str, int] = dict.fromkeys(self.records, 0)
         self.result = Replay(run)
-        # A hook in `retire`: then the ended requests are known, and new ones must be queued before `admit`.
+        # The hook is in `retire`: ended requests are known then, and new requests must be queued before `admit`.
         self._retire = self.engine.scheduler.retire
         self.engine.scheduler.retire = self._retire_and_let_in  # type: ignore[method-assign]
 

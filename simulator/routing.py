@@ -1,4 +1,4 @@
-"""The policies of `cluster.policy` in front of simulated servers, whose loads are read off the engines."""
+"""Routes requests to simulated servers by the policies of `cluster.policy`. Loads are read from the engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["POLICIES", "Routed"]
 
 
 class Routed:
-    """Routes prompts by a policy, which sees the present loads instead of reported ones.
+    """Routes prompts by a policy. The policy sees the servers' present loads, not reported loads.
 
     Attributes:
         decisions: the number of prompts that were routed.
@@ -52,7 +52,7 @@ class Routed:
 
 
 def load_of(server: Server) -> Load:
-    """Return the load that a replica would report."""
+    """Return the load that a replica of a cluster would report in the server's place."""
     engine = server.engine
     return Load(
         seats=engine.config.max_batch_size,

@@ -1,7 +1,7 @@
 """Runners whose forward passes take virtual time and compute nothing.
 
-A phase's own runner turns plans into passes. Lengths advance, tokens end requests and full blocks are shared as
-always. Only the model is left out, and the index tensors that it would read.
+A phase's own runner turns plans into passes. Sequences get longer, tokens end requests and full blocks are shared,
+as with a model. Only the model is left out, and the index tensors that it would read.
 
 ```text
 synchronous   host    [plan][ pass ............ ][read][plan][ pass ……
@@ -33,13 +33,13 @@ from simulator.clock import VirtualClock
 from simulator.cost import Cost, Work
 
 TOKEN = 0  # the token id of every output
-OTHER_TOKEN = 1  # in the place of a token that was guessed wrong
+OTHER_TOKEN = 1  # the token id where a guess, which is always `TOKEN`, was wrong
 
-_NOTHING = torch.zeros(0, dtype=torch.int64)  # in the place of a pass's tokens
+_NOTHING = torch.zeros(0, dtype=torch.int64)  # stands for the tokens that a pass samples
 
 
 class SimulatedRunner(Runner):
-    """Takes the passes of a plan from a phase's own runner. Each advances the clock by its time.
+    """Takes the passes of a plan from a phase's own runner. Launching a pass advances the clock by the pass's time.
 
     Attributes:
         planner: the phase's runner.
@@ -85,7 +85,7 @@ class SimulatedRunner(Runner):
 
 
 class _Due(Pending):
-    """A pass that ends at a given time."""
+    """The pending result of a pass that ends at a given time of the virtual clock."""
 
     def __init__(self, clock: VirtualClock, time_s: float) -> None:
         self._clock = clock
@@ -119,7 +119,7 @@ class SimulatedPipelinedRunner(SimulatedRunner, PipelinedRunner):
 
 
 class SimulatedSpeculativeRunner(SimulatedPipelinedRunner, SpeculativeRunner):
-    """Phase 10's runner. A guess comes true with the probability `acceptance`."""
+    """Phase 10's runner. A guess is right with the probability `acceptance`."""
 
     acceptance = 0.0
     _draw = random.Random(0)
@@ -130,7 +130,7 @@ class SimulatedSpeculativeRunner(SimulatedPipelinedRunner, SpeculativeRunner):
 
 
 class Guesses:
-    """Guesses `TOKEN` each time, or never guesses."""
+    """A drafter that always guesses `TOKEN`, or never guesses."""
 
     matched = 1
 
@@ -150,7 +150,10 @@ def simulated(runner: Runner, clock: VirtualClock, cost: Cost) -> SimulatedRunne
 
 
 def accept(runner: Runner, scheduler: Scheduler, acceptance: float) -> None:
-    """Set the probability that phase 10's guesses come true; 0: no guesses. Other phases stay unchanged."""
+    """Set the probability that phase 10's guesses are right; 0: no guesses. Other phases stay unchanged.
+
+    If the scheduler weighs the cost of guesses (`row_cost`), this cost is computed from the runner's prices.
+    """
     if isinstance(runner, SimulatedSpeculativeRunner) and isinstance(scheduler, SpeculativeScheduler):
         runner.acceptance = acceptance
         runner._draw = random.Random(0)

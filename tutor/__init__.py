@@ -1,4 +1,6 @@
-"""Exercises: files of a phase without the bodies that are its idea. The phase's tests judge what you write.
+"""Exercises: files of a phase without the function bodies that implement its idea. You write the bodies.
+
+The phase's tests judge what you write.
 
 ```text
 make learn PHASE=6     phase6_paged/scheduler.py …  copied, without some bodies

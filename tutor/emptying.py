@@ -15,10 +15,10 @@ from tutor.exercise import ROOT, Exercise, shown
 
 
 def set_up(exercise: Exercise, tree: Path | None = None) -> None:
-    """Create the learner's tree: the modules that have bodies to write.
+    """Create the learner's copy in `tree`, by default `exercise.tree`: the modules without the bodies to write.
 
     Raises:
-        StartupError: the tree exists already. A learner's work is never overwritten.
+        StartupError: the folder exists already. A learner's work is never overwritten.
     """
     tree = exercise.tree if tree is None else tree
     if tree.exists():
@@ -66,7 +66,7 @@ def _functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def _owing(words: str, indent: str) -> list[str]:
-    """Return the lines that replace a body: they raise an error that says what to write."""
+    """Return the source lines that replace a function's body: they raise an error that says what to write."""
     *parts, last = textwrap.wrap(words, 90)
     quoted = [json.dumps(part, ensure_ascii=False) for part in (*(f"{part} " for part in parts), last)]
     return [f"{indent}raise NotImplementedError(", *(f"{indent}    {part}" for part in quoted), f"{indent})"]

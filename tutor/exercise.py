@@ -21,7 +21,7 @@ _SECTION = re.compile(r"# -{20,} (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Idea:
-    """A part of an exercise.
+    """One of the ideas that an exercise teaches, with the tests that check it.
 
     Attributes:
         title: its name in the report.
@@ -128,8 +128,10 @@ def _idea(folder: Path, entry: dict[str, Any]) -> Idea:
 
 
 def find_tests(folder: Path, part: str) -> list[str]:
-    """Return the tests of an entry: `test_x.py` is the whole file, `test_x.py::test_y` one test, and
-    `test_x.py [heading]` the tests below that heading.
+    """Return the names of the tests that an entry of `learn.toml` stands for, from the files in `folder`.
+
+    `test_x.py` stands for the whole file, `test_x.py::test_y` for one test, and `test_x.py [heading]` for the tests
+    below that heading.
 
     Raises:
         ValueError: the entry has another form, or there are no such tests.

@@ -28,7 +28,7 @@ class Judgement:
     Attributes:
         held: names of tests that passed.
         failed: tests that failed. The lines say where, and what was got and expected.
-        unwritten: tests that called a function that is not written yet, with its task and its place.
+        unwritten: tests that called a function that is not written yet, with the function's task, file and line.
         skipped: tests that cannot run on this machine, with the reason.
         broken: why the learner's files cannot be imported; "" if they can.
         raised: failed tests in which the learner's code raised an error.
@@ -47,7 +47,7 @@ class Judgement:
 
 
 def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
-    """Run the tests of an exercise on a tree.
+    """Run the tests of an exercise on the learner's copy, or on the folder `tree` if it is given.
 
     Raises:
         StartupError: there is no tree, or the tests could not be run.
@@ -106,13 +106,16 @@ def _lines(exercise: Exercise, judgement: Judgement) -> Iterator[str]:
 
 
 def in_words(exercise: Exercise) -> str:
-    """Return an exercise's name and the folder of the learner's copy."""
+    """Return the title of the report: the exercise's name and the folder of the learner's copy."""
     name = f"Phase {exercise.name}" if exercise.name.isdecimal() else exercise.name.capitalize()
     return f"{name}, {exercise.title}, as written in {shown(exercise.tree)}"
 
 
 def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> Iterator[str]:
-    """Yield the lines of one idea. A function that an earlier idea needs, too, is only named: it is in `seen`."""
+    """Yield the report's lines about one idea.
+
+    `seen` holds the tasks of unwritten functions that earlier ideas have listed. Such a function is only named.
+    """
     failed = [test for test in idea.tests if test in judgement.failed]
     owed = list(dict.fromkeys(judgement.unwritten[t] for t in idea.tests if t in judgement.unwritten))
     count = sum(test in judgement.held for test in idea.tests)

@@ -35,7 +35,7 @@ SLOW_S = 10.0  # a call of the learner's code that has not returned after this t
 
 
 class Place(NamedTuple):
-    """A line of a file, in which an error was raised."""
+    """A line of a file, where an error was raised or a call is executing."""
 
     file: str
     line: int
@@ -123,7 +123,10 @@ class CallWatch:
         self._running: dict[int, tuple[FrameType, float, bool]] = {}
 
     def look(self, now_s: float) -> list[Place]:
-        """Return the present line of each call that has run for `SLOW_S` seconds. Reports each call once."""
+        """Return the line that each slow call is executing. Reports each call once.
+
+        A call is slow if it has run for `SLOW_S` seconds at the time `now_s`, in seconds.
+        """
         places, running = [], {}
         for thread, frame in sys._current_frames().items():
             frames = [each for each, _ in traceback.walk_stack(frame) if self._is_in_tree(each)]
@@ -146,7 +149,7 @@ class CallWatch:
         return _is_below(self.tree, frame.f_code.co_filename)
 
     def run(self) -> None:
-        """Look once a second, and log each call that does not return. For a thread of its own."""
+        """Look for slow calls once a second, and log each one. Never returns: run it in a thread of its own."""
         while True:
             time.sleep(1.0)
             for place in self.look(time.monotonic()):

@@ -64,7 +64,7 @@ def _request_id(request: Request) -> str:
 
 
 def _note(error: BaseException) -> None:
-    """Note an error that the engine caught, unless a test raised it on purpose."""
+    """Add an error that the engine caught to `_raised`, unless a test raised it on purpose."""
     if not _raised_by_a_test(error):
         _raised.append(error)
 
@@ -90,7 +90,7 @@ class Furthest:
 
 
 def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
-    """Return `torch.testing.assert_close`, which notes both values of a comparison that fails."""
+    """Return a version of `assert_close` that adds both values of a comparison that fails to `_compared`."""
 
     def compare(actual: object, expected: object, *arguments: Any, **named: Any) -> None:
         try:
@@ -103,7 +103,10 @@ def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
 
 
 def _furthest(actual: object, expected: object) -> tuple[object, object]:
-    """Return the two numbers that differ most, or the shapes if they differ."""
+    """Return what a failed comparison reports of two values.
+
+    Of two tensors these are the elements that differ most, or the shapes if they differ. Other values are returned.
+    """
     import torch
 
     if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
@@ -122,7 +125,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> None:
-    """Note both values of a comparison that fails. (Returns nothing: the assertion's own text stays.)"""
+    """Add the values of a comparison that fails to `_compared`. Returns None: the assertion's own text stays."""
     _compared.append((op, left, right))
 
 
@@ -164,7 +167,11 @@ def pytest_runtest_makereport(
 
 
 def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Generator[str]:
-    """Yield where the error was raised, and the values: first in the learner's code, then in the test."""
+    """Yield the lines that explain a failed test.
+
+    They are the place in the learner's code that raised `cause`, the place in the test that raised `error`, and the
+    compared values.
+    """
     if place := place_in(_tree(), cause):
         yield f"{place}   {place.code}"
         yield f"    {_said(cause)}"
@@ -198,7 +205,11 @@ def _said(error: BaseException) -> str:
 
 
 def _first_difference(left: object, right: object) -> tuple[str, object, object]:
-    """Return the first entries that differ, and their index in words, if two lists are too long to be shown."""
+    """Return a note and two values to show, for two values that differ.
+
+    If they are lists too long to be shown, the values are the first entries that differ, and the note has their
+    index. If one list begins with the other, the values are their lengths. Otherwise the note is empty.
+    """
     is_long = max(len(repr(left)), len(repr(right))) > VALUE
     if is_long and isinstance(left, list | tuple) and isinstance(right, list | tuple):
         for i, (ours, theirs) in enumerate(zip(left, right, strict=False)):

@@ -60,7 +60,7 @@ def draw(exercise: Exercise) -> Path:
 
 
 def write(folder: Path, wanted: Iterable[Setting]) -> None:
-    """Write the traces of these settings."""
+    """Write a trace file for each of these settings below `folder`."""
     for setting in wanted:
         (folder / "assets" / "steps" / f"{setting.name}.js").write_text(script(setting), encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""Runs everything that waits for a GPU: `make gpu OUT=DIR [STAGE=n]`, `python -m benchmarks.gpu`."""
+"""Runs all tests and measurements that need a GPU: `make gpu OUT=DIR [STAGE=n]`, `python -m benchmarks.gpu`."""

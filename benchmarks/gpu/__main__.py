@@ -1,11 +1,11 @@
-"""Runs the stages: each program in a process of its own, which is killed at its time limit.
+"""Runs the stages of the GPU run. Each program runs in a process of its own, which is killed at its time limit.
 
 ```text
 OUT/environment.json   the machine, and packages that are missing
 OUT/stage-2.json       how each program of the stage ended; written when the stage ends
 OUT/logs/2-NAME.log    its output
 OUT/tables/*.json      its tables, which grow while it runs
-OUT/summary.txt        the table at the end, over all stages in OUT
+OUT/summary.txt        the table that is printed at the end, over all stages in OUT
 ```
 """
 
@@ -30,7 +30,7 @@ from benchmarks.gpu.stages import INTERPRETED, STAGE_S, Program, Stage, stages
 
 BUDGET_S = 45 * 60.0
 LAST_LINES = 3
-TERM_S = 10.0  # for a program to stop its servers
+TERM_S = 10.0  # after SIGTERM, until a program must have stopped its servers
 
 Result = dict[str, Any]
 
@@ -66,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(out: Path) -> Result | None:
-    """Write and print the environment. Returns None if it cannot be examined."""
+    """Print a description of the machine and its packages, and write it to environment.json.
+
+    Returns:
+        The content of environment.json; None if `benchmarks.gpu.environment` failed.
+    """
     asked = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.environment"],
         cwd=ROOT,
@@ -95,7 +99,11 @@ def examine(out: Path) -> Result | None:
 def run_stage(
     number: int, stage: Stage, out: Path, deadline_s: float, *, interpreted: bool
 ) -> Iterator[Result]:
-    """Run a stage's programs, each until its own limit, the stage's or the budget's. Yields how each ended."""
+    """Run a stage's programs. Each is killed at its own limit, the stage's or the budget's, whichever is first.
+
+    Yields:
+        For each program: its name, how it ended, its seconds and the last lines of its log.
+    """
     print(f"\nstage {number}: {stage.title}", flush=True)
     stage_ends_s = min(time.monotonic() + STAGE_S, deadline_s)
     for program in stage.programs:
@@ -110,7 +118,11 @@ def run_stage(
 
 
 def run(number: int, program: Program, out: Path, limit_s: float, *, interpreted: bool) -> Result:
-    """Run a program in a process group of its own, and kill the group at the limit."""
+    """Run a program in a process group of its own, and kill the group at the limit.
+
+    Returns:
+        How it ended (`ok`, an exit code, or killed), its seconds and the last lines of its log.
+    """
     log = out / "logs" / f"{number}-{program.name}.log"
     words = [word.format(out=out) for word in shlex.split(program.words)]
     began_s = time.monotonic()
@@ -137,7 +149,8 @@ def run(number: int, program: Program, out: Path, limit_s: float, *, interpreted
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process and its children. Programs stop their own servers when they get SIGTERM."""
+    """End all processes of a process group. They get SIGTERM first, so that programs can stop their servers, and
+    then SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,7 +161,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def summarise(out: Path, environment: Result) -> Iterator[str]:
-    """Yield the lines of the table over all stages whose results are in a folder."""
+    """Yield the lines of the summary: each program of all stages whose results are in `out`, then each claim."""
     gpu = environment["gpu"]
     yield f"on {gpu['name']}" if gpu else "on a CPU, at toy sizes: no figure here says anything about a GPU"
     for path in sorted(out.glob("stage-*.json")):

@@ -1,4 +1,4 @@
-"""Judges each claim by the results of the GPU run: held, not held, or nothing known."""
+"""Judges each claim about GPUs by the results of the GPU run. A verdict is "held", "NOT HELD" or "no result"."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def claims(out: Path) -> Iterator[tuple[str, str]]:
 
 
 def rows(out: Path, table: str) -> list[Row]:
-    """Return the rows of a table by their headings; none: it was not measured."""
+    """Return the rows of a measured table, each as a mapping from heading to cell; [] if it was not measured."""
     path = out / "tables" / f"{table}.json"
     if not path.exists():
         return []

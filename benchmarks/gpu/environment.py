@@ -37,7 +37,7 @@ def name_of(requirement: str) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Return an installed version; None: not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -45,9 +45,13 @@ def version_of(package: str) -> str | None:
 
 
 def missing_below(packages: Iterable[str]) -> list[str]:
-    """Return the packages that installed ones require, directly or not, and that are not installed.
+    """Return the requirements of installed packages, direct and indirect, that are not installed.
 
-    Packages that were copied one by one may lack their requirements. Without `packaging`, the list is empty.
+    If packages were copied one by one, their requirements may be missing. Without the library `packaging`, the list
+    is empty.
+
+    Args:
+        packages: names of installed packages.
     """
     try:
         from packaging.requirements import Requirement

@@ -1,6 +1,6 @@
-"""The stages of the GPU run, in order of value, and their sizes on a GPU and on a CPU.
+"""The stages of the GPU run, the most valuable first, and their sizes on a GPU and on a CPU.
 
-This module imports the standard library only, so that it can say which packages are missing.
+This module imports the standard library only: the run must start on machines that lack packages, and list them.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-STAGE_S = 460.0  # a stage's time limit, its programs together
+STAGE_S = 460.0  # time limit for all programs of a stage together
 
-#: Environment of the run on a CPU: Triton's kernels in its interpreter, and nothing beside them.
+#: Environment variables of the run on a CPU: Triton's interpreter runs its kernels, and native CPU kernels are off.
 INTERPRETED = {"INFER_INTERPRET_TRITON": "true", "INFER_NATIVE_KERNELS": "false"}
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that a stage runs: `python -m` these words.
+    """A program that a stage runs, as `python -m WORDS`.
 
     Attributes:
-        name: of its log, and in the table.
+        name: names the log file, and the program's row in the table.
         words: the module and its arguments; `{out}` is the folder for results.
-        seconds: its time limit; the stage's own limit counts, too.
+        seconds: the program's time limit; the stage's limit applies, too.
         interpreted: whether it runs with Triton's interpreter if there is no GPU.
     """
 
@@ -49,13 +49,13 @@ TITLES = {
 }
 MODELS = ("llama-3.2-1b", "qwen3-0.6b", "llama-3.2-3b")
 TESTS = "tests/kernels tests/gpu tests/phase9_pipelined tests/common/test_streams.py"
-#: Most of these tests wait for a compiler. Machines with a GPU have cores for many compilers.
+#: Eight processes run the tests: most tests wait for a compiler, and machines with a GPU have cores for several.
 WORKERS = "-n 8 --dist worksteal" if importlib.util.find_spec("xdist") else ""
 PYTEST = "pytest -v -p no:cacheprovider --continue-on-collection-errors --durations=10"
 
 
 def stages(*, toy: bool) -> dict[int, Stage]:
-    """Return all stages by number. The toy sizes are for a CPU."""
+    """Return all stages by number. If `toy`, sizes are small enough for a CPU."""
     return _toy() if toy else _full()
 
 
@@ -81,7 +81,7 @@ def _full() -> dict[int, Stage]:
 
 def _toy() -> dict[int, Stage]:
     model = "--model dummy:llama-4m --dtype float32"
-    short = f"{model} --prompt-tokens 8 --new-tokens 14 --sequences 2"  # 14: steps of two tokens still are several
+    short = f"{model} --prompt-tokens 8 --new-tokens 14 --sequences 2"  # 14: seven steps at two tokens a step
     single = f"{model} --prompt-tokens 8 --new-tokens 10 --sequences 1"
     attention = "--models dummy:llama-4m --dtype float32 --sequences 2 --contexts 40"
     offline = f"{model} --phases 9 5 --requests 4 --fewest 4 --most 8 --seats 3 --seconds 60"

@@ -2,7 +2,7 @@
 
 A measurement is a function that yields tables (`benchmarks.tables`). Its keyword arguments are its options: name,
 type and default come from the signature, the help from the docstring's `Args`. Parsing, saving and printing are
-here, once for all. A module is imported when its measurement is asked for.
+done here for all measurements. A module is imported when its measurement is asked for.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ ENTRIES = {
 
 
 def main(words: Sequence[str], console: Console) -> int:
-    """Make the measurement that `words` ask for: save its tables as they are yielded, and show them at the end.
+    """Run the measurement that `words` name. Saves each table when it is yielded, and prints all tables at the end.
 
-    A table that is yielded again replaces itself: long measurements yield theirs after each row.
+    If a measurement yields a table of the same name again, the new table replaces the old one: long measurements
+    yield their table after each row. Returns the exit code.
 
     Raises:
         ValueError: there is no such measurement.
@@ -139,9 +140,14 @@ def say(progress: str) -> None:
 
 
 def in_turns(ways: Mapping[Key, Callable[[], float]], turns: int) -> dict[Key, float]:
-    """Measure every way once a turn, so that a machine that slows down slows all of them. Returns medians.
+    """Measure every variant once a turn, so that a machine that slows down slows all variants alike.
 
-    A turn before the first one warms up and is not counted.
+    Args:
+        ways: for each variant the function that measures it, and returns the measured value.
+        turns: number of turns that count. One more turn before them warms up.
+
+    Returns:
+        The median of each variant's values.
     """
     found: dict[Key, list[float]] = {key: [] for key in ways}
     for turn in range(turns + 1):
@@ -153,17 +159,17 @@ def in_turns(ways: Mapping[Key, Callable[[], float]], turns: int) -> dict[Key, f
 
 
 def medians(turns: Iterable[Sequence[float]]) -> list[float]:
-    """Return the median over all turns at each position of their sequences."""
+    """Return the median of each value over all turns. Each turn has the same values in the same order."""
     return [statistics.median(values) for values in zip(*turns, strict=True)]
 
 
 def writer_for(model: str) -> PromptWriter:
-    """Return a writer of prompts for a model's tokenizer."""
+    """Return a writer of prompts that uses a model's tokenizer."""
     return PromptWriter(open_checkpoint(model).tokenizer())
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process that has computed nothing before, and return its result."""
+    """Call a function in a new process, which has computed nothing before, and return its result."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
         return process.submit(function, *arguments).result()

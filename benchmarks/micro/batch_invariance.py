@@ -1,11 +1,13 @@
 """How many answers change when their requests share a server with others.
 
-Every request is answered twice by an engine with the same options: alone, and among all others, which arrive in
-shuffled order while memory is so short that some are preempted. Prompts are English-like text of varied lengths.
-Half of the requests are greedy; the others are sampled with a seed each, some with penalties and stop strings. The
-table has the number of answers with another token, and of answers with another log-probability (even in the last
-bit only), for each number type, with the native kernels and without. Nothing is timed: the machine need not be
-idle.
+Half of the requests are greedy. The others are sampled with a seed each, some with penalties and stop strings. An
+engine answers every request twice with the same options: alone, and together with all requests of its kind (greedy
+or sampled). These arrive in shuffled order while memory is so short that some are preempted. Prompts are
+English-like text of varied lengths.
+
+The table has the number of answers in which a token differs, and of answers in which a log-probability differs
+(even in the last bit only), for each number type, with the native kernels and without. Nothing is timed, so the
+machine need not be idle.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from kernels.dispatch import kernels_on
 PROMPT_TOKENS = (8, 200)
 NEW_TOKENS = (8, 48)
 SEATS = 32
-BLOCK_SIZE, NUM_BLOCKS = 16, 160  # about half of what so many sequences need
+BLOCK_SIZE, NUM_BLOCKS = 16, 160  # about half of the blocks that `SEATS` sequences need
 CHUNK = 64
-MOST_ARRIVALS = 2  # in a step
+MOST_ARRIVALS = 2  # requests that arrive before a step, at most
 
 DTYPES = ("bfloat16", "float32")
 COLUMNS = [
@@ -39,13 +41,13 @@ COLUMNS = [
     *("answers with other log-probabilities", "sequences in a step, mean", "preemptions"),
 ]
 
-Order = tuple[list[int], SamplingParams]  # a prompt, and how it is continued
+Order = tuple[list[int], SamplingParams]  # a request: prompt token ids, sampling parameters
 Answer = list[tuple[int | None, float]]  # new tokens, each with its log-probability
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An engine's answers to all orders, the mean number of sequences in its steps, and its preemptions."""
+    """An engine's answers to all requests, the mean number of sequences in a step, and the count of preemptions."""
 
     answers: list[Answer]
     sequences: float
@@ -53,7 +55,10 @@ class Served:
 
 
 def draw_orders(tokenizer: Tokenizer, count: int, *, sampled: bool) -> list[Order]:
-    """Draw requests. Of the sampled ones, one in four has a repetition penalty, one in five a stop string."""
+    """Draw `count` requests, either greedy or sampled.
+
+    Of sampled requests, one in four has a repetition penalty, and one in five a stop string.
+    """
     writer = PromptWriter(tokenizer)
     orders = []
     for number in range(count):
@@ -75,7 +80,7 @@ def draw_orders(tokenizer: Tokenizer, count: int, *, sampled: bool) -> list[Orde
 
 
 def serve(engine: Engine, orders: Sequence[Order]) -> Served:
-    """Serve orders that arrive in shuffled order, a few a step.
+    """Serve requests that arrive in shuffled order, up to `MOST_ARRIVALS` a step. Answers are in the given order.
 
     Raises:
         RuntimeError: a request failed.
@@ -102,12 +107,15 @@ def serve(engine: Engine, orders: Sequence[Order]) -> Served:
 
 
 def alone(engine: Engine, orders: Sequence[Order]) -> list[Answer]:
-    """Serve the orders one after the other, and return their answers."""
+    """Serve the requests one after the other, and return their answers."""
     return [serve(engine, [order]).answers[0] for order in orders]
 
 
 def count_changes(phase: str, model: str, dtype: str, native: bool, count: int) -> list[Cell]:
-    """Count the answers that batching changes. Returns a row of the table; cells as in `COLUMNS`."""
+    """Count the answers that batching changes, of `count` greedy and `count` sampled requests.
+
+    Returns a row of the table; cells as in `COLUMNS`.
+    """
     engine = build_engine(
         phase,
         model=model,
@@ -151,7 +159,7 @@ def changes(
 
     Args:
         phase: number, word or module of a phase with chunks
-        requests: number of requests of each kind
+        requests: number of greedy requests, and of sampled requests
     """
     module = find_phase_module(phase)
     table = MeasuredTable(

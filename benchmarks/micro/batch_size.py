@@ -58,7 +58,8 @@ class Work(NamedTuple):
 
 
 def measure_machine(dtype: torch.dtype, repeats: int) -> Machine:
-    """Measure bandwidth by reading a large tensor, and arithmetic by one large product: the best of a few."""
+    """Measure bandwidth by reading a large tensor, and arithmetic by one large product. The fastest of several
+    runs counts."""
     numbers = torch.ones(READ_BYTES // 4)
     reading_ms = min(milliseconds(numbers.sum, 1) for _ in range(repeats))
     x, weight = (torch.randn(size, PEAK_SIZE).to(dtype) for size in (PEAK_ROWS, PEAK_SIZE))
@@ -72,7 +73,7 @@ def measure_machine(dtype: torch.dtype, repeats: int) -> Machine:
 
 
 def work_of(model: CausalLM, rows: int, context: int = CONTEXT) -> Work:
-    """Count the work of a decode step of `rows` sequences. Each has `context` columns and adds one."""
+    """Count the work of a decode step of `rows` sequences. Each has `context` cached tokens and adds one."""
     config = model.config
     weights = sum(product.inputs * product.outputs for product in model.products())
     columns = rows * (context + 1)

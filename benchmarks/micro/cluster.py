@@ -20,8 +20,8 @@ from benchmarks.servers import RunningServer, Target, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import WORKLOADS, build, identical_requests
 
-THREADS = 1  # of an engine
-SEATS, PROMPT_TOKENS, NEW_TOKENS, BURST = 16, 128, 128, 64  # of `cost`
+THREADS = 1  # compute threads of an engine
+SEATS, PROMPT_TOKENS, NEW_TOKENS, BURST = 16, 128, 128, 64  # for `cost`, which sends `BURST` requests at once
 MAX_SEQ_LEN = 2 * (PROMPT_TOKENS + NEW_TOKENS)
 ROUTING_WORKLOADS = ("prefix_caching", "multi_turn")
 ROUTING_COLUMNS = ["workload", "replicas", "routing", "hit rate, %", "TTFT p50, ms", "TTFT p95, ms"]
@@ -41,7 +41,7 @@ def cluster_target(
     max_seq_len: int = MAX_SEQ_LEN,
     routing: str = "auto",
 ) -> Target:
-    """Return how to start a cluster of a phase. There may be more replicas than cores: they share the cores."""
+    """Return how to start a cluster of a phase. If there are more replicas than cores, they share the cores."""
     options = {
         "phase": phase,
         "replicas": str(replicas),
@@ -65,13 +65,13 @@ def _options(model: str, seats: int, max_seq_len: int) -> dict[str, str]:
 
 
 def setup_of(phase: str, seats: int, **facts: str) -> dict[str, str]:
-    """Return the setup of a table."""
+    """Return the conditions of a measurement, which its table lists as its setup."""
     engine = {"seats of an engine": str(seats), "threads of an engine": str(THREADS)}
     return {"phase": find_phase_module(phase), **facts, **engine, "cores": str(os.cpu_count())}
 
 
 def ttft_and_itl_s(result: LoadResult) -> tuple[float, float, float, float]:
-    """Return output tokens a second, TTFT's p50 and p95 and the median gap, in seconds."""
+    """Return output tokens a second, and in seconds the p50 of TTFT, the p95 of TTFT and the p50 of ITL."""
     metrics = summarize(result.requests, slo_ttft_s=float("inf"), slo_itl_s=float("inf"))
     assert metrics.ttft_s is not None
     assert metrics.itl_s is not None
@@ -96,7 +96,7 @@ def cost(
         phase: number, word or module
         turns: runs of each server; medians are shown
     """
-    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the plain server; replicas get --threads
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # for the plain server; replicas get --threads
     burst = f"{BURST} requests, prompts and answers of {PROMPT_TOKENS} and {NEW_TOKENS} tokens"
     yield MeasuredTable(
         name="cluster_cost",
@@ -111,7 +111,7 @@ def cost(
 
 
 def cost_rows(phase: str, model: str, turns: int) -> list[list[Cell]]:
-    """Measure the servers in turns, and return a row of the table for each."""
+    """Measure a plain server and both clusters in turns, and return a row of the table for each."""
     targets = [plain_target(phase, model), *(cluster_target(phase, model, n) for n in (1, 2))]
     writer = writer_for(model)
     found: dict[str, list[tuple[float, ...]]] = {target.label: [] for target in targets}
@@ -166,7 +166,10 @@ def routing(
 def cache_uses(
     target: Target, model: str, rate: float, turns: int
 ) -> Iterator[tuple[str, float, float, float]]:
-    """Yield each workload with its hit rate and TTFT's p50 and p95: medians over seeds, all of one cluster."""
+    """Yield each workload's name, hit rate, TTFT p50 and TTFT p95 (in seconds): medians over `turns` seeds.
+
+    One cluster serves all runs. Its caches are emptied before each run.
+    """
     writer = writer_for(model)
     with RunningServer(target) as server, httpx.Client(base_url=server.url, timeout=30.0) as client:
         for name in ROUTING_WORKLOADS:

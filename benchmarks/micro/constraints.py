@@ -55,7 +55,7 @@ IN_A_STRING = Grammar.json_schema({"type": "string", "minLength": 100 * NEW_TOKE
 
 
 def of_answer(compiler: GrammarCompiler, grammar: Grammar, token_ids: list[int]) -> tuple[float, list[float]]:
-    """Return the milliseconds of compiling a grammar, and those of each mask of an answer."""
+    """Return the milliseconds of compiling a grammar, and of computing the mask before each token of an answer."""
     began = time.perf_counter()
     matcher = compiler.new_matcher(grammar)
     compiled, masks = time.perf_counter() - began, []
@@ -68,14 +68,14 @@ def of_answer(compiler: GrammarCompiler, grammar: Grammar, token_ids: list[int])
 
 
 def masks_of(model: str, repeats: int) -> Iterator[list[Cell]]:
-    """Yield a row for each kind of grammar with the tokenizer of a model."""
+    """Yield a row of the table for each grammar in `ANSWERS`, measured with the tokenizer of a model."""
     checkpoint = open_checkpoint(model)
     tokenizer = checkpoint.tokenizer()
     compiler = GrammarCompiler(tokenizer, checkpoint.config.eos_token_ids)
     try:
         for name, (grammar, text) in ANSWERS.items():
             token_ids = tokenizer.encode(text, add_special_tokens=False)
-            compiler.new_matcher(grammar)  # tried once
+            compiler.new_matcher(grammar)  # the first use is not timed
             turns = [of_answer(compiler, grammar, token_ids) for _ in range(repeats)]
             compiled = statistics.median(each for each, _ in turns)
             masks = [statistics.median(each) for each in zip(*(masks for _, masks in turns), strict=True)]
@@ -102,7 +102,7 @@ def step_ms(engine: Engine, sequences: int, grammar: Grammar | None) -> float:
 
 
 def free_and_constrained(phase: str, model: str, sequences: int, repeats: int) -> list[float]:
-    """Return the median milliseconds of a step without grammars and with one for each sequence."""
+    """Return the median milliseconds of a decode step: without grammars, and with a grammar for each sequence."""
     engine = build_engine(phase, model=model, max_batch_size=sequences, max_seq_len=2 * NEW_TOKENS)
     ways = {each: functools.partial(step_ms, engine, sequences, each) for each in (None, IN_A_STRING)}
     found = list(in_turns(ways, repeats).values())

@@ -1,8 +1,8 @@
-"""The gain of each native CPU kernel: the same pass with more native kernels in each row, in one run.
+"""The gain of each native CPU kernel. Each row of the table times the same pass with more native kernels.
 
-Only the model runs, on a decode step and on a prompt. The first row has torch's operations, and each further row
-adds native kernels. In the last row the pass is played from a tape, so that no Python runs between operators. All
-stages take turns, so that a machine that slows down slows all of them.
+Only the model runs, on a decode step and on a prompt. The first row uses torch's operations, and each further row
+adds native kernels. In the last row a recording of the pass is played (`kernels.tape`), so that no Python runs
+between operators. All rows are measured in turns, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked,
 from benchmarks.tables import Cell, MeasuredTable
 from kernels.native import load_native_kernels
 
-#: Each stage's name, and the modules that use their native kernels from this stage on.
+#: Each stage is a row of the table: its name, and the modules of `kernels` that use native kernels from there on.
 STAGES: list[tuple[str, tuple[str, ...]]] = [
     ("torch's operations", ()),
     ("packed weights, activation at a product's end", ("linear", "gated_act")),

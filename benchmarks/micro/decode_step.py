@@ -3,8 +3,8 @@
 Each library continues a batch of prompts, greedily. Prefill is the time until every sequence has its first token. A
 decode step is the mean time of the steps that give every sequence one more token. All processes have the weights
 loaded, and take turns, so that a machine that slows down slows all. Every turn has new prompts, which no cache
-holds. No sequence decodes beside a prompt, so all libraries may compute 2048 prompt tokens at once: smaller chunks
-would only shorten the gaps of other sequences.
+holds. No sequence decodes while a prompt is computed, so all libraries may compute 2048 prompt tokens at once.
+Smaller chunks would only shorten the gaps between tokens of other sequences.
 
 A lower bound of a decode step is measured in the same turns: the time to read every weight once.
 """
@@ -37,13 +37,13 @@ PROMPT_TOKENS = 128
 LONG_PROMPT_TOKENS = 2048
 SEQUENCES = 16
 MAX_SEQ_LEN = LONG_PROMPT_TOKENS + 64
-SETTLE_S = 0.5  # the previous contender's threads stop spinning before the next turn
+SETTLE_S = 0.5  # wait, so that the previous contender's threads have stopped spinning
 
 OWN_ENVIRONMENT = "transformers"  # the peer that is installed in this project's environment
 
 
 class Batch(NamedTuple):
-    """Prompts that are continued together."""
+    """The sizes of a batch of prompts that are continued together."""
 
     sequences: int
     prompt_tokens: int
@@ -55,7 +55,7 @@ MANY = Batch(SEQUENCES, PROMPT_TOKENS, NEW_TOKENS)
 LONG = Batch(1, LONG_PROMPT_TOKENS, 1)
 BATCHES = (SINGLE, MANY, LONG)
 
-#: Headings, each with the batch and the field of its timings that it shows.
+#: Each column's heading, the batch that is timed for it, and the field of the timing that it shows.
 COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
     "decode step, 1 sequence, ms": (SINGLE, lambda timing: timing.decode_s),
     f"{SEQUENCES} sequences, ms": (MANY, lambda timing: timing.decode_s),
@@ -66,10 +66,11 @@ COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
 
 @dataclass(slots=True)
 class Contender:
-    """A worker that is measured, and the timings of each batch, one for each turn.
+    """A worker process that is measured, and its timings.
 
     Attributes:
-        ours: whether it is one of our phases.
+        ours: whether the worker runs one of our phases.
+        found: for each batch its timings, one for each turn.
     """
 
     worker: WorkerProcess
@@ -77,7 +78,7 @@ class Contender:
     found: dict[Batch, list[Timing]] = field(default_factory=dict)
 
     def turn(self, turn: int, vocab_size: int) -> None:
-        """Measure every batch once."""
+        """Measure every batch once, with the prompts of this turn."""
         for batch in BATCHES:
             order = {"prompts": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
             self.found.setdefault(batch, []).append(Timing(**self.worker.ask(order)))
@@ -103,7 +104,7 @@ def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
 
 
 def find_peer(name: str, quantize: Quantize) -> tuple[str, Environment | None]:
-    """Return a peer and its virtual environment, named after the `=`; None: this project's environment.
+    """Split `PEER=FOLDER` into the peer's name and its virtual environment; None: this project's environment.
 
     Raises:
         StartupError: there is no such peer, it is not installed, or it is not measured with quantized weights.
@@ -164,7 +165,7 @@ def measure(
 
 
 def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
-    """Return a row for each contender, one for the lower bound, and our last phase's ratio to the best peer."""
+    """Return a row for each contender, one for the lower bound, and our last phase's ratio to the fastest peer."""
     found = {contender.worker.name: contender.medians_s() for contender in contenders}
     *_, own = (contender for contender in contenders if contender.ours)
     others = [contender for contender in contenders if not contender.ours]
@@ -195,7 +196,7 @@ def passes(
 
     Args:
         phase: numbers or names; the last one is compared
-        peer: transformers, or with the folder of a virtual environment: vllm=, openvino=, llama.cpp=
+        peer: transformers, or a library with its virtual environment: vllm=DIR, openvino=DIR, llama.cpp=DIR
         quantize: weights as int8; llama.cpp then gets Q8_0
         threads: number of threads that compute, for each program
     """

@@ -1,9 +1,9 @@
-"""Attention alone, ours beside torch's, by context and number of sequences.
+"""Attention alone, our kernel beside torch's, by context and number of sequences.
 
-One layer's attention is timed as a model calls it: new keys and values are written, then queries attend. Ours
-finds the keys through block tables whose blocks lie anywhere in the store. `scaled_dot_product_attention` of torch
-gets them as one tensor, so it has less to do. A decode step has one query a sequence. A prompt has a query for each
-column.
+One layer's attention is timed as a model calls it: new keys and values are written, then queries attend. Our kernel
+finds the keys through block tables, because blocks may be anywhere in the KV store. torch's
+`scaled_dot_product_attention` gets the keys as one tensor, so it has less to do. A decode step has one query for
+each sequence. A prompt has a query for each token.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ COLUMNS = [
     "of the bandwidth",
 ]
 REPEATS = 10  # calls in one timed run
-LARGEST_KEYS = 8 * 2**30  # bytes of keys and values: longer batches are left out
+LARGEST_KEYS = 8 * 2**30  # bytes of keys and values: larger batches are left out
 
 
 def view_of(shape: KVShape, sequences: int, context: int, queries: int) -> tuple[KVView, int]:
-    """Return a view of sequences that compute their last `queries` columns, and the bytes of all their columns."""
-    package: Any = find_phase("6")  # Any: its options and its pool are its own
+    """Return a KV view for a pass over the last `queries` tokens of each sequence, and the bytes of all their keys
+    and values."""
+    package: Any = find_phase("6")  # Any: each phase has its own options and pool
     blocks = sequences * -(-context // 16)
     config = package.Config(max_batch_size=sequences, max_seq_len=context, num_blocks=blocks)
     pool = package.build_engine.pool(config, shape, DEVICE)
     requests = [Request(f"{number}", [0], SamplingParams()) for number in range(sequences)]
     for length in range(
         16, context + 16, 16
-    ):  # a block each in turn, so that no sequence has neighbouring blocks
+    ):  # sequences get blocks in turns, so that no sequence has neighbouring blocks
         for request in requests:
             assert pool.reserve(request, min(length, context))
     slots = [request.slot for request in requests if request.slot is not None]
@@ -61,7 +62,7 @@ def view_of(shape: KVShape, sequences: int, context: int, queries: int) -> tuple
 def times_of(
     shape: KVShape, heads: int, sequences: int, context: int, queries: int
 ) -> tuple[float, float, int]:
-    """Return the seconds of ours and of torch's, and the bytes of keys and values."""
+    """Return the seconds of our attention and of torch's, and the bytes of keys and values."""
     view, size = view_of(shape, sequences, context, queries)
     draw = partial(torch.randn, device=DEVICE, dtype=shape.dtype)
     q = draw(sequences * queries, heads, shape.head_dim)
@@ -89,7 +90,7 @@ def kernels(
 
     Args:
         sequences: numbers of decoding sequences
-        contexts: columns of each sequence
+        contexts: lengths of sequences, in tokens
     """
     number_type = getattr(torch, dtype)
     machine = measure_machine(number_type)

@@ -44,7 +44,7 @@ COLUMNS = [
     "launches a step",
 ]
 
-#: Phase and options of each way, in order of value.
+#: Each way to run decode steps, the most important first: the phase and its options.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "9 pipelined": ("9", {}),
     "9 captured": ("9", {"pipeline_depth": 0}),
@@ -95,7 +95,7 @@ def steps(
 
     Args:
         sequences: numbers of sequences
-        new_tokens: of each sequence; at least 16
+        new_tokens: tokens that each sequence generates; at least 16
     """
     length = prompt_tokens + new_tokens
     loaded = Loaded.of(model, dtype, length)

@@ -1,7 +1,7 @@
 """Steps of phase 9 over time: how long the host works, how long it waits, how long the device computes.
 
-The host's margin is the share of its time in which it waits. As long as it waits, the device has work. A trace of
-each kind of request is written beside the tables, for ui.perfetto.dev.
+The host's margin is the share of its time in which it waits for the device. While the host waits, the device has
+work. A trace of each kind of request is written beside the tables, for ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ KINDS: dict[str, SamplingParams] = {
 def parts_ms(
     engine: Engine, prompts: list[list[int]], new_tokens: int, params: SamplingParams
 ) -> dict[str, float]:
-    """Decode a batch. Returns mean milliseconds a step: of each part on the host, and of all work on the stream."""
+    """Decode a batch. Returns the mean milliseconds a step of each host part in `PARTS`, and of all work on the
+    device's stream (`stream`)."""
     watch = StepParts(engine)
     watch.start()
     before = engine.telemetry.counters.steps

@@ -36,11 +36,15 @@ def build(preset: str, dtype: str) -> Any:
 
 
 def tokens_per_s(model: Any, prompts: list[list[int]], new_tokens: int) -> float:
-    """Return the rate at which all prompts are continued together."""
+    """Return the tokens a second at which all prompts are continued together.
+
+    Raises:
+        ValueError: an answer is missing or has fewer than `new_tokens` tokens.
+    """
     make: Any = transformers.GenerationConfig  # transformers leaves it untyped
     settings = make(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     memory = {}
-    if DEVICE.type == "cpu":  # by itself it takes nearly all memory
+    if DEVICE.type == "cpu":  # without a limit, transformers reserves nearly all memory
         memory["continuous_batching_config"] = transformers.ContinuousBatchingConfig(num_blocks=16)
     answers = model.generate_batch(
         inputs=prompts, generation_config=settings, record_timestamps=True, **memory
@@ -70,7 +74,7 @@ def batching(
     for count in sequences:
         say(f"{count} sequences")
         prompts = prompts_of(count, prompt_tokens, PRESETS[preset]["vocab_size"])
-        tokens_per_s(built, prompts, new_tokens)  # compiles
+        tokens_per_s(built, prompts, new_tokens)  # the first call compiles
         rows.append([count, tokens_per_s(built, prompts, new_tokens)])
         yield MeasuredTable(
             name=f"gpu_transformers_{preset}",

@@ -27,13 +27,13 @@ from common.step_parts import StepParts
 
 MODEL = "zoo:llama-tiny"
 PROMPT_TOKENS, STEPS = 16, 200
-#: Columns, and the engine's names of these parts of its step (`common.step_parts`).
+#: The table's columns, and the name of each part in `common.step_parts`.
 PARTS = {"scheduling": "plan", "metadata": "pass", "sampling": "sample", "commit": "commit"}
 
 
 def engine_without_passes(phase: str, sequences: int) -> Engine:
     """Build an engine for `sequences` sequences whose forward passes take no time."""
-    # Whole blocks, or the pool could not hold all sequences.
+    # A multiple of the block size. Otherwise the pool could not hold all sequences.
     length = -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE
     engine = build_engine(phase, model=MODEL, max_batch_size=sequences, max_seq_len=length)
     runner: Any = engine.runner  # Any: its model is replaced below

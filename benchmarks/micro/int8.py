@@ -1,7 +1,8 @@
-"""int8 weights beside bfloat16: the time of products and passes, the parts of a step, and what quantizing costs.
+"""int8 weights beside bfloat16: the time of products and passes, the parts of a step, and the loss of accuracy.
 
-Both kinds take turns in one run. Products and passes are played from tapes, so that no Python runs between
-operators. The machine's bandwidth is measured in the same run, by reading a large tensor.
+Models with both kinds of weights are timed in turns in one run. Recordings of products and passes are played
+(`kernels.tape`), so that no Python runs between operators. The machine's bandwidth is measured in the same run, by
+reading a large tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kernels.tape import record
 BF16, INT8 = "bfloat16", "int8"
 READ_BYTES = 2**29  # far more than any cache holds
 ROOT = Path(__file__).resolve().parents[2]
-HEAD_ROWS = 128  # positions whose logits are held at a time
+HEAD_ROWS = 128  # positions whose logits are in memory at a time
 
 
 def load_both(name: str, positions: int) -> dict[str, CausalLM]:
@@ -48,12 +49,15 @@ def load_both(name: str, positions: int) -> dict[str, CausalLM]:
 
 
 def packed_bytes(model: CausalLM) -> int:
-    """Return the bytes that a pass reads of a packed model's linear layers."""
+    """Return the bytes of all linear layers of a packed model. A pass reads them once."""
     return sum(layer.packed.nbytes for layer in model.linear_layers() if layer.packed is not None)
 
 
 def all_products(model: CausalLM, rows: int) -> Run:
-    """Return a function that plays every linear layer of a model on `rows` rows, one after the other."""
+    """Return a function that computes every linear layer of a model once, each on an input of `rows` rows.
+
+    The function plays a recording (a tape).
+    """
     layers = list(model.linear_layers())
     inputs = {size: torch.randn(rows, size).bfloat16() for size in {layer.in_features for layer in layers}}
     sizes = list(inputs)
@@ -77,7 +81,7 @@ def speed(
     """Time a model's linear layers by the number of rows, then whole decode steps and a prompt.
 
     Args:
-        rows: of x, in each product
+        rows: numbers of rows of the input of each layer
     """
     models = load_both(model, max(CONTEXT + 1, PROMPT))
     ways: dict[tuple[str, str, int], Callable[[], float]] = {("read", "", 0): reading()}
@@ -165,7 +169,7 @@ def parts(model: str = "dummy:llama-135m", repeats: int = 30) -> Iterator[Measur
 
 
 def states_of(model: CausalLM, ids: Sequence[int]) -> Tensor:
-    """Return the states of all positions of a text, which the head turns into logits: [T, hidden]."""
+    """Return the hidden states of all T positions of a text, from which the head computes logits: [T, hidden]."""
     cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(ids), 1)
     cache.reserve(Request("text", [0], SamplingParams()), len(ids))
     view = cache.view([Span.exact(0, 0, len(ids))])
@@ -177,8 +181,8 @@ def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float]
     """Compare the next-token distributions of two models at every position of a text.
 
     Returns:
-        The perplexity of each; the KL divergence of the second from the first at each position, in nats; and the
-        share of positions at which both find the same token most probable.
+        The perplexity of each model; the KL divergence of the second model from the first at each position, in
+        nats; and the share of positions at which both models have the same most probable token.
     """
     states = [states_of(model, ids) for model in models]
     losses, divergences, same = [0.0, 0.0], list[float](), 0
@@ -200,12 +204,12 @@ def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float]
 def accuracy(
     models: tuple[str, ...] = ("smollm2", "gemma3-270m"), tokens: int = 2000, texts: int = 16
 ) -> Iterator[MeasuredTable]:
-    """Compare real models in int8 with themselves in bfloat16 on texts of ours: pieces of this documentation.
+    """Compare real models with int8 weights and with bfloat16 weights, on texts from this documentation.
 
-    The change of the perplexity varies between texts by more than its mean, so its standard error is given, too.
+    The change in perplexity varies between texts by more than its mean, so its standard error is given, too.
 
     Args:
-        models: names that `infer fetch` knows, or others
+        models: names that `infer fetch` knows, or other models
         tokens: length of each text
         texts: number of texts
     """

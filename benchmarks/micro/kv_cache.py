@@ -5,7 +5,8 @@ with      a pass over the last token     its query is compared with the cached k
 without   a pass over the whole text     all keys and values are computed again; only the last row gets logits
 ```
 
-Both ways use the same model, cache and position rule. Without the cache, each pass begins at column 0.
+Both variants use the same model, cache and position rule. The variant "without" computes all tokens of the text in
+each pass, from position 0 on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from common.request import Request, SamplingParams
 
 
 class Text:
-    """A text that grows, and its keys and values."""
+    """A model, and a KV cache that holds the keys and values of one text."""
 
     def __init__(self, model: CausalLM, length: int) -> None:
         self.model = model
@@ -33,7 +34,8 @@ class Text:
         self.cache.reserve(Request("text", [0], SamplingParams()), length)
 
     def next_token(self, token_ids: Sequence[int], start: int) -> int:
-        """Return the most likely token after a text, computing the text from column `start` on."""
+        """Return the most likely token after a text. Computes the text's tokens from position `start` on; the cache
+        must hold the tokens before."""
         view = self.cache.view([Span.exact(0, start, len(token_ids))])
         batch = TokenBatch(
             token_ids=torch.tensor(token_ids[start:]),
@@ -66,7 +68,7 @@ def steps(
     repeats: int = 3,
     dtype: Dtype = "float32",
 ) -> Iterator[MeasuredTable]:
-    """Time the next token of texts of several lengths, both ways.
+    """Time the next token of texts of several lengths, with the KV cache and without.
 
     Args:
         lengths: numbers of tokens before the next token

@@ -20,14 +20,14 @@ from common.models.registry import open_checkpoint
 
 PROMPT_TOKENS = (32, 256)
 NEW_TOKENS = (32, 96)
-SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the memory that holds all requests at once
+SHARES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)  # pool sizes: shares of the memory for all requests at once
 
 COLUMNS = [
     *("blocks", "tokens of memory", "output tokens / s", "× the largest pool", "steps", "tokens per step"),
     *("preemptions", "prefilled again, tokens", "same tokens"),
 ]
 
-Order = tuple[list[int], int]  # a prompt, and the number of new tokens
+Order = tuple[list[int], int]  # a request: prompt token ids, number of new tokens
 
 
 def draw_orders(count: int, vocab_size: int) -> list[Order]:
@@ -39,7 +39,7 @@ def draw_orders(count: int, vocab_size: int) -> list[Order]:
 
 
 def pool_sizes(orders: Sequence[Order]) -> list[int]:
-    """Return pool sizes in blocks, from memory for all orders down to memory for the largest one."""
+    """Return pool sizes in blocks, from memory for all requests down to memory for the largest request alone."""
     blocks = [-(-(len(prompt) + new) // BLOCK_SIZE) for prompt, new in orders]
     ample, smallest = sum(blocks), max(blocks)
     return [*(size for share in SHARES if (size := round(ample * share)) > smallest), smallest]
@@ -48,7 +48,7 @@ def pool_sizes(orders: Sequence[Order]) -> list[int]:
 def serve(
     phase: str, model: str, orders: Sequence[Order], num_blocks: int
 ) -> tuple[float, list[Cell], list[list[int]]]:
-    """Serve all orders at once from a pool of `num_blocks` blocks.
+    """Serve all requests (`orders`) at once from a pool of `num_blocks` blocks.
 
     Returns:
         The seconds taken; the table's cells for steps, tokens a step, preemptions and tokens prefilled again; and

@@ -1,8 +1,9 @@
-"""The published benchmark of nano-vllm, offline: 256 requests, 100 to 1,024 tokens in and out, all at once.
+"""The published benchmark of nano-vllm, without a server: 256 requests at once.
 
-Its README has 1,434 output tokens a second for nano-vllm and 1,362 for vLLM, of Qwen3-0.6B on an RTX 4070 for
-laptops. Compare numbers of one GPU only. Here the weights are random, which changes no time, since answers have the
-lengths that were drawn and no end-of-text token ends them.
+Prompts and answers have 100 to 1,024 tokens each, drawn at random. The README of nano-vllm has 1,434 output tokens
+a second for nano-vllm and 1,362 for vLLM, with Qwen3-0.6B on an RTX 4070 for laptops. Compare numbers of one GPU
+only. Here the weights are random. This changes no time, because answers have the lengths that were drawn and no
+end-of-text token ends them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TEMPERATURE = 0.6
 
 
 def orders_of(requests: int, fewest: int, most: int, vocab_size: int) -> list[tuple[list[int], int]]:
-    """Draw prompts, and the number of new tokens of each."""
+    """Draw requests: the token ids of each prompt, and the number of tokens to generate."""
     draw = random.Random(0)
     prompts = [
         [draw.randrange(min(10_000, vocab_size)) for _ in range(draw.randint(fewest, most))]
@@ -32,7 +33,7 @@ def orders_of(requests: int, fewest: int, most: int, vocab_size: int) -> list[tu
 
 
 def serve(engine: Engine, requests: list[Request], seconds: float) -> tuple[int, float]:
-    """Run requests to their ends, or until the time is up. Returns the tokens generated and the seconds taken."""
+    """Run requests to their ends, but for `seconds` at most. Returns the tokens generated and the seconds taken."""
     pending, tokens, began_s = deque(requests), 0, time.perf_counter()
     while (pending or engine.has_work) and time.perf_counter() - began_s < seconds:
         while pending and engine.add_request(pending[0]):

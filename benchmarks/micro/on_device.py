@@ -1,4 +1,4 @@
-"""Models, engines and times on the best device of this machine: a GPU, or without one the CPU."""
+"""Helpers that build engines and time them on the best device of this machine: a GPU, or else the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ COPIED_BYTES = 2**30
 PEAK_SIZE = 8192  # sides of a product in which nearly all time is arithmetic
 
 WARM_STEPS = 4
-LAST_STEPS = 1  # in phases 9 and 10 it launches a pass of fewer sequences already, and may capture a graph
+# In phases 9 and 10 the last step already launches a pass of fewer sequences, and may capture a graph for it.
+LAST_STEPS = 1
 
 DEVICE = resolve_device("auto")
 
@@ -55,8 +56,8 @@ class DecodeSteps(NamedTuple):
     """Steps in which all sequences of a batch decoded.
 
     Attributes:
-        seconds: of each step.
-        tokens: of all steps together.
+        seconds: the duration of each step.
+        tokens: the number of tokens generated in all these steps together.
     """
 
     seconds: list[float]
@@ -82,17 +83,17 @@ def decode(
     """Serve prompts of the same length together.
 
     Args:
-        params: of every request; default: greedy, exactly `new_tokens` tokens.
-        counter: runs during the steps that are returned, and slows them down.
+        params: sampling parameters of every request; None: greedy, exactly `new_tokens` tokens.
+        counter: counts kernels during the steps that are returned, and slows them down.
 
     Returns:
-        The steps after every sequence has begun and before the first one ends, without the first `WARM_STEPS` and
-        the last `LAST_STEPS`.
+        The steps after every sequence has its first token and before any sequence ends, without the first
+        `WARM_STEPS` and the last `LAST_STEPS`.
     """
     for prompt in prompts:
         request = engine.create_request(list(prompt), params or greedy(new_tokens))
         assert engine.add_request(request)
-    freeze_objects()  # as a server does, or a garbage collection is timed
+    freeze_objects()  # as a server does; otherwise garbage collections would be timed, too
     begun: set[str] = set()
     counts: list[int] = []
     seconds: list[float] = []
@@ -174,8 +175,8 @@ class KernelCounter:
     """Counts the kernels and copies of a GPU between `start` and `stop`, by torch's profiler.
 
     Attributes:
-        launches: their number; 0 without a GPU, or where the profiler sees none of its work.
-        seconds: their time.
+        launches: the number of kernels and copies; 0 without a GPU, or if the profiler sees no work of the GPU.
+        seconds: the sum of their durations.
     """
 
     def __init__(self) -> None:

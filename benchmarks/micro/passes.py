@@ -1,4 +1,4 @@
-"""Passes through a model alone on the CPU, and their times."""
+"""Helpers that build forward passes of a model on the CPU, without an engine, and time them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from common.request import Request, SamplingParams
 from kernels.native import load_native_kernels
 from kernels.tape import record
 
-CONTEXT = 128  # columns before a decoded token
+CONTEXT = 128  # cached tokens before a decoded token
 PROMPT = 512
 
 Run = Callable[[], object]
 
 
 class Passes:
-    """Builds passes of one model: decode steps after `CONTEXT` columns, and a prompt of `PROMPT` tokens."""
+    """Builds passes of one model: decode steps after `CONTEXT` cached tokens, and a prompt of `PROMPT` tokens."""
 
     def __init__(self, model: CausalLM, batch: Sequence[int]) -> None:
         self.model = model
@@ -50,7 +50,8 @@ class Passes:
         return lambda: self.model(batch, view)
 
     def taped(self, batch: TokenBatch, view: KVView) -> Run:
-        """Return the same pass played from a tape. It holds this view's indices, so it fits these inputs only."""
+        """Record a pass on a tape, and return a function that plays it. The tape holds the indices of `view`, so it
+        fits these inputs only."""
         tape, _ = record(
             lambda ids, positions: (self.model(TokenBatch(ids, positions, batch.logit_rows), view),),
             batch.token_ids,
@@ -75,7 +76,7 @@ def load_unpacked(name: str, dtype: torch.dtype, positions: int) -> CausalLM:
 
 
 def load_as_served(name: str, dtype: torch.dtype, positions: int) -> CausalLM:
-    """Load a model, its weights packed where a server would pack them."""
+    """Load a model for the CPU. If there are native kernels, its weights are packed, as in a server."""
     native = load_native_kernels()
     model = load_unpacked(name, dtype, positions)
     if native:

@@ -4,7 +4,7 @@ Each variant (`WAYS`) is an engine in a process of its own. The engines take tur
 down slows all. The time is that of `Engine.step`, text and stop decisions included, while all sequences decode.
 
 ```text
-called     operators are called from Python, by a thread of the stream's own; on a GPU by the engine's
+called     operators are called from Python, by a thread of the stream; on a GPU by the engine's thread
 played     a recording is played in C++ (`kernels.tape`); on a GPU a graph is launched
 ```
 """
@@ -43,7 +43,7 @@ _engine: Engine
 
 
 def start(way: str, model: str, sequences: int) -> None:
-    """Build this process's engine."""
+    """Build the engine of a variant in this process, for `step_ms`."""
     global _engine
     phase, options = WAYS[way]
     tokens = PROMPT_TOKENS + NEW_TOKENS
@@ -78,7 +78,7 @@ def step_ms(sequences: int) -> float:
 
 
 def measure(model: str, sequences: int, repeats: int) -> dict[str, float]:
-    """Time decode steps of each way in turns. Return the median milliseconds of a step, by the name of the way."""
+    """Time decode steps of each variant in turns. Returns the median milliseconds of a step, by variant."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}

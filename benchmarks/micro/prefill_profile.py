@@ -1,6 +1,6 @@
 """The time of a prompt's pass, operator by operator.
 
-The prompts of `decode_step`, each set in one pass, run under torch's profiler. The profiler adds microseconds to
+The prompts of `decode_step` run under torch's profiler, each batch in one pass. The profiler adds microseconds to
 each operator, so the sum is more than a pass takes without it.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.micro.engines import add, build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine import Engine
 
-#: The part that each operator counts for; all other operators count for `REST`.
+#: The row of the table to which each operator's time is added. All other operators are added to `REST`.
 PARTS = {
     "infer::gated_linear": "gate and up, activated",
     "infer::linear": "other products",
@@ -30,7 +30,7 @@ REST = "all else"
 
 
 def parts_ms(engine: Engine, batch: Batch, turn: int) -> dict[str, float]:
-    """Return the milliseconds of each part while a batch gets its first tokens."""
+    """Compute the prompts of a batch, one new token each. Returns the milliseconds of each part of `PARTS`."""
     for prompt in prompts(batch, turn, engine.runner.model.config.vocab_size):
         add(engine, prompt, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -48,7 +48,7 @@ def parts(
     """Profile the pass of many short prompts, and of a long one.
 
     Args:
-        phase: a phase whose passes are called, not played from a tape
+        phase: a phase that calls its passes from Python and does not play recordings of them
     """
     longest = LONG.prompt_tokens
     engine = build_engine(

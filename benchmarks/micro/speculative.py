@@ -1,8 +1,8 @@
 """Speculative decoding on texts that repeat themselves, and on texts that do not: phase 10 beside phase 9.
 
 Both phases answer the same prompts in turns, each in a process of its own. A number of clients send one prompt
-after another. Prompts are computed before, so that only decoding is timed. The answers are the same, token for
-token, or the measurement fails.
+after another. The prompts are computed before the timed requests, so that only decoding is timed. If the answers of
+the two phases differ in any token, the measurement fails.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Workload(NamedTuple):
     """The messages that clients send, and the sampling parameters of the answers.
 
     Attributes:
-        messages: draws a number of messages from a random generator.
+        messages: returns messages, given a random generator and the number of messages.
         temperature: 0 is greedy.
         grammar: every answer must match it; None: answers are free.
     """
@@ -97,10 +97,10 @@ class Found(NamedTuple):
     """The result of one run.
 
     Attributes:
-        token_s: seconds of one generated token, on average.
+        token_s: the run's seconds divided by the generated tokens of all clients.
         tokens: the generated tokens of each request.
         passes: number of forward passes.
-        drafted, accepted: number of guesses that were computed, and of guesses among them that came true.
+        drafted, accepted: number of guesses that were computed, and of guesses among them that were right.
     """
 
     token_s: float
@@ -111,7 +111,7 @@ class Found(NamedTuple):
 
 
 def start(phase: int, model: str, clients: int) -> None:
-    """Build this process's engine."""
+    """Build the engine of a phase in this process, for `run`."""
     global _engine
     _engine = build_engine(
         str(phase),
@@ -124,14 +124,14 @@ def start(phase: int, model: str, clients: int) -> None:
 
 
 def run(workload: str, clients: int, requests: int) -> Found:
-    """Measure the requests of a workload, `clients` at a time."""
+    """Serve and time `requests` requests of a workload, `clients` at a time."""
     draw, wanted = random.Random(SEED), WORKLOADS[workload]
     template = _engine.tokenizer.chat_template
     assert template is not None, "a model that chats"
     prompts = [
         template.render([{"role": "user", "content": message}]) for message in wanted.messages(draw, requests)
     ]
-    for new_tokens in (1, NEW_TOKENS):  # first the prompts alone, which the prefix cache then has
+    for new_tokens in (1, NEW_TOKENS):  # the first round brings the prompts into the prefix cache
         before, passes = _engine.telemetry.counters, _engine.telemetry.counters.passes
         drafted, accepted = before.draft_tokens, before.accepted_tokens
         waiting = [

@@ -1,9 +1,9 @@
-"""The way of a request and its tokens through a server, from socket to socket: the time of each leg.
+"""The path of a request and its tokens through a server, from socket to socket: the time of each leg.
 
-An unchanged server runs in this process. A client in another process sends one request at a time. On its way a
-token passes the marks below, where the time is noted; a leg is the way between two marks. Both processes read the
-same clock. The engine itself times the parts of its steps. While a token is on its way from `handed` to `arrived`,
-the engine computes the next token.
+An unchanged server runs in this process. A client in another process sends one request at a time. The time is noted
+at each of the marks below, and a leg is the part of the path between two marks. Both processes read the same clock.
+The engine itself times the parts of its steps. While a token is between `handed` and `arrived`, the engine computes
+the next token.
 
 ```text
 client    sent                                                                            arrived
@@ -54,7 +54,7 @@ class Leg(NamedTuple):
 
     Attributes:
         until: the name of the mark at which the leg ends.
-        where: the part of the server, and its work, for the table.
+        where: the part of the server, and the work that it does, as the table shows them.
     """
 
     until: str
@@ -83,7 +83,7 @@ ENDS = {"plan": "planned", "pass": "computed", "sample": "sampled", "commit": "c
 
 
 class Marks:
-    """The times at which each mark was passed, in the order of tokens: requests come one at a time."""
+    """The times at which each mark was passed, in the order of the tokens. Requests are served one at a time."""
 
     def __init__(self) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
@@ -92,7 +92,7 @@ class Marks:
         self.times[name] += [time.monotonic()] * times
 
     def before(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function, and note the time of each call."""
+        """Return a function that notes the time of the mark `name`, then calls `function`."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self.note(name)
@@ -102,13 +102,13 @@ class Marks:
 
     @contextmanager
     def on(self, worker: EngineWorker, thread: EngineThread) -> Iterator[None]:
-        """Context manager: note every mark in the server whose engine runs in `thread`, behind `worker`."""
+        """Context manager: wrap functions of a running server, so that the time at each mark is noted."""
         engine = thread.engine
         add_request, hand_back = engine.add_request, thread._hand_back
         call, next_piece = RequestIds.__call__, Backlog.next_piece
 
         async def called(middleware: RequestIds, scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http":  # not the app's own start and end
+            if scope["type"] == "http":  # other calls announce the app's start and end
                 self.note("called")
             await call(middleware, scope, receive, send)
 
@@ -155,7 +155,8 @@ class Marks:
 
 
 def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, list[float]]]:
-    """Send requests. Returns when each was sent and when its tokens came, in seconds of the monotonic clock."""
+    """Send requests one after the other. Returns for each the time at which it was sent and the times at which its
+    tokens arrived, in seconds of the monotonic clock."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.connect()
     found = []
@@ -170,7 +171,7 @@ def read_answers(port: int, body: bytes, requests: int) -> list[tuple[float, lis
 
 
 async def serve_and_read(thread: EngineThread, body: bytes, requests: int, marks: Marks) -> None:
-    """Serve a client in another process until it has all its answers. Times go to `marks`."""
+    """Serve a client in another process until it has all its answers. Times are added to `marks`."""
     worker, context = EngineWorker(thread), multiprocessing.get_context("spawn")
     with (
         bind("127.0.0.1", 0) as listener,
@@ -192,13 +193,14 @@ async def serve_and_read(thread: EngineThread, body: bytes, requests: int, marks
 
 
 def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
-    """Return a row for each leg, and their sum: median milliseconds of first tokens and of later ones.
+    """Return a row for each leg, and a row for their sum: median milliseconds of first tokens and of later tokens.
 
     Args:
-        skipped: requests at the beginning that are not counted.
+        requests: the number of all requests.
+        skipped: how many requests at the beginning are not counted.
 
     Raises:
-        RuntimeError: a leg has more or fewer times than there were tokens, or requests.
+        RuntimeError: a mark has more or fewer times than there were tokens (or requests, for a leg with `once`).
     """
     expected = {leg.until: requests * (1 if leg.once else NEW_TOKENS) for leg in LEGS}
     passed = {name: len(marks.times[name]) for name in expected}
@@ -225,7 +227,8 @@ def legs_ms(marks: Marks, requests: int, skipped: int) -> list[list[Cell]]:
 
 
 def measure(engine: Callable[[], Engine], requests: int, skipped: int) -> list[list[Cell]]:
-    """Start a server around this engine, measure it, and return the rows of `legs_ms`."""
+    """Build an engine with `engine`, serve `requests` requests after `skipped` others, and return the rows of
+    `legs_ms`."""
     body = {"model": "measured", "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
     thread, marks = EngineThread(engine), Marks()
@@ -235,10 +238,10 @@ def measure(engine: Callable[[], Engine], requests: int, skipped: int) -> list[l
 
 
 def legs(phase: str = "7", model: str = "dummy:llama-60m", requests: int = 30) -> Iterator[MeasuredTable]:
-    """Time each leg of a token's way.
+    """Time each leg of a token's path.
 
     Args:
-        phase: one that reads a step's tokens before the next (4 to 8)
+        phase: a phase that reads a step's tokens before it starts the next step (4 to 8)
     """
     package = find_phase(find_phase_module(phase))
     config = package.Config(model=model, max_seq_len=512)

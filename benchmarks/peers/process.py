@@ -23,22 +23,24 @@ LOG_LINES = 8
 
 
 def command(python: Path | str, module: str, *arguments: str) -> list[str]:
-    """Return the command of a worker. Its environment must be `environment()`."""
+    """Return the command that starts a worker. It needs the variables that `environment()` returns."""
     return [str(python), "-P", "-m", f"{WORKERS}.{module}", *arguments]
 
 
-#: The number of threads is in a worker's options. The time that they spin is left to its library.
+#: Variables that workers do not inherit. A worker's options set its number of threads, and its library decides how
+#: long they spin.
 NOT_INHERITED = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without the settings of its threads, and with the path to the workers."""
+    """Return a worker's environment variables: those of this process, without `NOT_INHERITED`, and a PYTHONPATH
+    that finds the workers."""
     kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
 class WorkerProcess:
-    """A worker's process, which is suspended while it has no order. Use it in a `with` statement.
+    """A worker's process, which is suspended while it has nothing to compute. Use it in a `with` statement.
 
     Some libraries spin while they wait (vLLM's worker takes a whole core), which would slow down the other workers.
 
@@ -73,7 +75,7 @@ class WorkerProcess:
         self.stop()
 
     def ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send an order and return its answer.
+        """Send an order (see `workers.protocol`) and return the worker's answer. The worker runs meanwhile.
 
         Raises:
             StartupError: the worker answered with an error, or has ended.

@@ -94,7 +94,7 @@ def _llama_server(setup: Setup, program: str) -> Target:
     options = {
         "alias": setup.model,
         "ctx-size": str(setup.kv_tokens),
-        # As many sequences as fit at their longest: it fails a request whose memory runs out instead of waiting.
+        # Only as many sequences as fit at full length: llama-server fails a request whose memory runs out.
         "parallel": str(setup.slots),
         "threads": str(len(os.sched_getaffinity(0))),
         "host": "127.0.0.1",

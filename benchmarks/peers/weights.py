@@ -1,4 +1,6 @@
-"""The weights that peers serve: a checkpoint's folder, or a dummy's exported weights, converted if needed.
+"""The weights that peers serve: a checkpoint's folder, or the exported weights of a dummy or a GGUF file.
+
+If a library reads another format, its worker converts the weights.
 
 Exported and converted weights are kept in `peers` in the user's cache folder, and reused while their source is the
 same.
@@ -33,10 +35,10 @@ from kernels.native import default_cache
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A Hugging Face folder, and the type to compute in.
+    """A model's weights in a Hugging Face folder, and the type to compute in.
 
     Attributes:
-        key: a hash of the weights' source; the cache's folder for conversions has this name.
+        key: a hash of the weights' source. It names the cache's folder for conversions of these weights.
         quantize: `int8`, or `none`.
     """
 
@@ -71,7 +73,7 @@ class Weights:
 
 
 def weights_of(model: str, dtype: str, cache: Path | None = None, quantize: str = "none") -> Weights:
-    """Return a model's weights as a folder.
+    """Return a model's weights in a Hugging Face folder. Dummies and GGUF files are exported to one first.
 
     Args:
         model: any name that a server takes.
@@ -99,7 +101,7 @@ def weights_of(model: str, dtype: str, cache: Path | None = None, quantize: str 
 
 
 def converted(weights: Weights, module: str, python: Path, version: str, cache: Path | None = None) -> Path:
-    """Return the weights in the form that a library reads; its worker converts them.
+    """Return the path of the weights in the format that a library reads. Its worker converts them if needed.
 
     Raises:
         StartupError: the library cannot convert them; the message has the last line that it printed.
@@ -117,7 +119,12 @@ def converted(weights: Weights, module: str, python: Path, version: str, cache: 
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Make `target` unless it exists: under another name, and moved there when it is whole. Returns `target`."""
+    """Make a file or folder unless it exists. It is made under another name, and moved when complete.
+
+    Args:
+        target: the path of the file or folder, which is returned.
+        make: writes to the path that it is called with.
+    """
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +134,7 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         try:
             os.rename(scratch / target.name, target)
         except OSError:
-            if not target.exists():  # else another process has made it meanwhile
+            if not target.exists():  # if it exists, another process has made it meanwhile
                 raise
     finally:
         shutil.rmtree(scratch)

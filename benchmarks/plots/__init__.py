@@ -1,7 +1,8 @@
 """Draws every figure from the results alone: the same results give the same bytes.
 
-A figure is two files, light and dark. `captions.json` beside them has each figure's caption and the comparison that
-it shows. A later run reads there which files were drawn, and removes those whose results are gone.
+A figure is two files, light and dark. `captions.json` beside them has each figure's caption, the comparison that it
+shows and its files. The next call of `draw_all` reads there which files were drawn, and removes the figures whose
+results are gone.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, 
 
 
 def _size(path: Path) -> list[int]:
-    """Return the width and height of a figure in pixels: all themes draw it alike."""
+    """Return the width and height of a figure in pixels. They are the same in all themes."""
     root = ElementTree.parse(path).getroot()
     return [round(float(root.attrib[side].removesuffix("pt")) * 4 / 3) for side in ("width", "height")]
 

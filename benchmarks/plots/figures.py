@@ -19,7 +19,7 @@ BY_TITLE: dict[str, Line] = {line.title: line for line in LINES}
 
 @dataclass(frozen=True, slots=True)
 class FigureKind:
-    """A kind of figure. It is drawn of every group that has the data for it."""
+    """A kind of figure. It is drawn for every group of runs that has the data for it."""
 
     name: str
     has_data: Callable[[Group], bool]
@@ -105,7 +105,7 @@ def _draw_cdf(group: Group, _theme: Theme) -> Figure:
             look = {"color": server.colour, "linestyle": server.dash, "label": server.label}
             axes.step(xs, found.shares, where="post", **look)
     ttft.set_xscale("log")
-    itl.set_xscale("symlog", linthresh=1.0)  # shows 0, the gap of tokens that came together; log does not
+    itl.set_xscale("symlog", linthresh=1.0)  # unlike log, it shows 0: the gap of tokens that arrive together
     itl.set_xlim(left=0.0)
     for axes, title in ((ttft, "time to first token, ms"), (itl, "gap between two tokens, ms")):
         axes.set_xlabel(title)
@@ -175,7 +175,11 @@ def _with_steps(group: Group) -> list[tuple[Server, Steps]]:
 def _over_time(
     group: Group, height: float, unit: str, layers: Mapping[str, Callable[[Steps], Sequence[float]]]
 ) -> tuple[Figure, list[Axes]]:
-    """Fill the area below each layer, a function of the engine's steps, in the layer's colour."""
+    """Return a figure with a panel over time for each server whose engine steps are known.
+
+    Args:
+        layers: for each colour a function that returns a value for each step. The area below is filled.
+    """
     shown = _with_steps(group)
     figure, panels = _panels(group, [server for server, _ in shown], height, unit)
     for axes, (_, steps) in zip(panels, shown, strict=True):
@@ -212,7 +216,7 @@ def _draw_waste(group: Group, _theme: Theme) -> Figure:
 
 
 def _wasted_percent(steps: Steps) -> list[float]:
-    """Return for each step the percentage of computed tokens that was thrown away."""
+    """Return for each step the percentage of computed tokens that were padding or rows without a request."""
     shares = []
     columns = (steps[name] for name in ("decode_tokens", "prefill_tokens", "padded_tokens", "idle_rows"))
     for decode, prefill, padded, idle in zip(*columns, strict=True):

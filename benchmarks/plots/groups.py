@@ -1,4 +1,4 @@
-"""Groups of runs that one figure shows, and values that several figures derive from them."""
+"""Groups of runs that one figure compares, and values that several figures derive from them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.results import RequestRecord, Run, is_complete, slug
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server's complete runs of one workload, and how it is drawn.
+    """One server's complete runs of one workload, and the look of the server in figures.
 
     Attributes:
         runs: the complete runs, one per repeat.
         latencies: the latencies of all these runs together.
-        colour, dash, hatch: how it is drawn, everywhere.
+        colour, dash, hatch: the same in every figure.
     """
 
     label: str
@@ -115,10 +115,10 @@ def _servers(together: Together) -> list[Server]:
 
 
 def watched_client(group: Group) -> int:
-    """Return the request whose waits are drawn: the longest answer in the second quarter of the requests.
+    """Return the index of the request whose waits are drawn: the longest answer in the second quarter of requests.
 
-    The request is the same for every server. It finds the server busy, and others arrive while it is answered. The
-    first requests find an empty server, and so would say nothing of the wait for a first token.
+    The request is the same for every server. It finds the server busy, and other requests arrive while it is
+    answered. The first requests find an empty server, so they hardly wait for their first token.
     """
     ordered = sorted(group.requests, key=lambda record: record.scheduled_s)
     count = len(ordered)
@@ -129,7 +129,8 @@ def watched_client(group: Group) -> int:
 def thin(
     times: Sequence[float], values: Sequence[float], limit: int = 400
 ) -> tuple[list[float], list[float]]:
-    """Reduce a curve to at most `limit` points: of each stretch, the highest, so that peaks stay."""
+    """Reduce a curve to at most `limit` points. The curve is cut into pieces with equally many points. The highest
+    point of each piece is kept, so that peaks stay."""
     stride = max(1, -(-len(times) // limit))
     stretches = [range(start, min(start + stride, len(times))) for start in range(0, len(times), stride)]
     highest = [max(stretch, key=values.__getitem__) for stretch in stretches]

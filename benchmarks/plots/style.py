@@ -38,7 +38,7 @@ THEMES = (
 
 _COMMON: dict[str, Any] = {
     "backend": "svg",
-    "svg.hashsalt": "infer",  # names inside a file depend on its content alone: the same data, the same bytes
+    "svg.hashsalt": "infer",  # ids inside a file depend on its content alone: the same data give the same bytes
     "svg.fonttype": "path",
     "figure.dpi": 100,
     "savefig.bbox": "tight",

@@ -30,8 +30,8 @@ class Checkpoint(ABC):
         name: the name that the user gave.
         config: the model's shape.
         folder: the model's Hugging Face folder; None if it has none.
-        quantization: the quantized types of weights that are dequantized when they are read, for the log; None if
-            there are none.
+        quantization: for the log, the names of the quantized types whose weights are dequantized when they are
+            read; None if there are none.
         is_int8: whether weights are stored as int8, and kernels compute with them as int8.
         generation_config: the object in its `generation_config.json`; empty if it has none.
     """
@@ -55,7 +55,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        """Read the tokenizer. The file `chat_template` replaces the checkpoint's template.
+        """Read the tokenizer. If `chat_template` names a file, it replaces the checkpoint's chat template.
 
         Raises:
             StartupError: the tokenizer or the template cannot be read.
@@ -63,7 +63,7 @@ class Checkpoint(ABC):
 
 
 class FolderCheckpoint(Checkpoint):
-    """A Hugging Face folder."""
+    """A checkpoint in a Hugging Face folder."""
 
     def __init__(
         self,

@@ -114,7 +114,9 @@ class PackedInt8:
 
 
 def plain_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return a checkpoint's tensors as if all were `int-quantized`, in the same order.
+    """Return a checkpoint's tensors with the names that `int-quantized` gives them, in the same order.
+
+    A packed matrix becomes a `PackedInt8`. Tensors that weights-only computation does not need are left out.
 
     Raises:
         StartupError: a packed matrix contradicts its `weight_shape`.

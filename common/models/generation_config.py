@@ -12,10 +12,10 @@ TOP_K = "top_k"
 
 
 def suggested_params(raw: JsonObject) -> SamplingParams:
-    """Return the sampling parameters of a `generation_config.json` object, with the usual defaults for the rest.
+    """Return the sampling parameters of a `generation_config.json` object. Absent entries have their defaults.
 
     Raises:
-        StartupError: an entry has a value that cannot be sampled with. The message names the entry.
+        StartupError: an entry has an invalid value. The message names the entry.
     """
     given = {name: raw[name] for name in (*NUMBERS, TOP_K) if raw.get(name) is not None}
     for name, value in given.items():
@@ -32,7 +32,10 @@ def suggested_params(raw: JsonObject) -> SamplingParams:
 
 
 def in_words(params: SamplingParams) -> str:
-    """Return the parameters that a `generation_config.json` may set, in words, except those without effect."""
+    """Return sampling parameters as text: the temperature, and the others that differ from their defaults.
+
+    Only parameters that a `generation_config.json` may set are listed.
+    """
     usual = SamplingParams()
     values = {name: getattr(params, name) for name in (*NUMBERS, TOP_K)}
     return ", ".join(

@@ -62,7 +62,7 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF file."""
+    """A checkpoint in a GGUF file."""
 
     def __init__(self, name: str, config: ModelConfig, file: GGUFFile) -> None:
         super().__init__(name, config)
@@ -161,7 +161,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 class _Shape:
-    """Named access to the metadata of an architecture."""
+    """Named access to the metadata entries of an architecture, with errors that say which entry is at fault."""
 
     _REQUIRED = object()
 
@@ -197,7 +197,7 @@ class _Shape:
         So absurd sizes are refused before a model or a tokenizer is built from them.
 
         Raises:
-            StartupError: they contradict each other, or an entry is not implemented.
+            StartupError: metadata and shapes contradict each other, or an entry is not implemented.
         """
         layers = {name.split(".")[1] for name in self._file.tensors if name.startswith("blk.")}
         if self.count("block_count") != len(layers):
@@ -257,7 +257,7 @@ class _Shape:
         return round(found) if math.isclose(found, round(found), rel_tol=1e-6) else found
 
     def gemma(self) -> JsonObject:
-        """Return the entries that only Gemma 3 has."""
+        """Return the entries of a `config.json` that only Gemma 3 has."""
         pattern = self.entry("attention.sliding_window_pattern", 6)
         kinds = {True: "sliding_attention", False: "full_attention"}
         return {

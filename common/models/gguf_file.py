@@ -40,7 +40,7 @@ _CHUNK_VALUES = 2**18  # dequantized at once: 1 MB as float32
 
 
 class _DamagedError(Exception):
-    """The bytes of a header make no sense."""
+    """The bytes of a header are invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class GGUFTensor:
                 flat.index_copy_(0, places, values.to(flat))
 
     def _order(self, rows: int) -> Tensor:
-        """Return the place of each stored row in `target`.
+        """Return the number of the row in `target` that each stored row is written to: [rows] int64.
 
         llama.cpp rotates pairs of neighbouring coordinates, Hugging Face's code coordinate i and i + d/2. So the
         converter stores the rows of a head as 0, d/2, 1, d/2 + 1, ...
@@ -108,7 +108,7 @@ class GGUFFile:
 
         Raises:
             StartupError: the file cannot be read, is damaged or no GGUF file, or has a tensor of a type that is not
-                read.
+                in `READABLE`.
         """
         try:
             with path.open("rb") as file:
@@ -210,7 +210,7 @@ class _Header:
         """Return the tensor, after checking that all its bytes lie in the file. `number` is its type in ggml.
 
         Raises:
-            StartupError: its type is not read.
+            StartupError: its type is not in `READABLE`.
             _DamagedError: it has a shape that its type cannot have, or reaches beyond the end of the file.
         """
         import gguf

@@ -54,7 +54,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 class GGUFVocabulary:
-    """The entries `tokenizer.*` of a file."""
+    """The tokenizer and the chat template of a GGUF file, from its metadata entries `tokenizer.*`."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._path = file.path
@@ -66,7 +66,11 @@ class GGUFVocabulary:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
 
     def _token(self, key: str) -> str | None:
-        """Return the token whose id an entry names, or None. StartupError: there is no such token."""
+        """Return the token whose id is the entry `{key}_token_id`, or None if there is no such entry.
+
+        Raises:
+            StartupError: there is no token with this id.
+        """
         token_id = self._entry(f"{key}_token_id")
         if token_id is None:
             return None
@@ -77,10 +81,10 @@ class GGUFVocabulary:
         return self._tokens[token_id]
 
     def end_token_ids(self) -> list[int]:
-        """Return the tokens that end an answer.
+        """Return the ids of the tokens that end an answer, in ascending order.
 
-        They are the tokens that the file names as ends, and the control token that its chat template writes after
-        an answer.
+        They are the tokens of the file's entries for EOS, end of turn and end of message, and the control token
+        that its chat template writes after an answer.
         """
         ends = [self._token(key) for key in ("eos", "eot", "eom")]
         ends.append(self._end_of_turn())
@@ -99,10 +103,10 @@ class GGUFVocabulary:
         return next((token for token in control if after.startswith(token)), None)
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate | None:
-        """Return the template in `file`, else the checkpoint's own, or None if it has none.
+        """Return the chat template in `file`. Without `file`, return the checkpoint's own, or None if it has none.
 
         Raises:
-            StartupError: it cannot be read, or is not a template.
+            StartupError: the template cannot be read, or is not a template.
         """
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         tokens = {f"{name}_token": self._token(key) for name, key in names.items()}
@@ -116,7 +120,7 @@ class GGUFVocabulary:
         """Build the tokenizer.
 
         Raises:
-            StartupError: the file has none, or one of a kind that is not implemented.
+            StartupError: the GGUF file has no tokenizer, or one of a kind that is not implemented.
         """
         if len(self._types) != len(self._tokens) or len(set(self._tokens)) != len(self._tokens):
             raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")

@@ -134,11 +134,11 @@ class RMSNorm(nn.Module):
         self.offset = config.norm_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
+        """Normalise the last dimension: [..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.eps, self.offset)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, size] twice -> (norm of their sum, their sum)."""
+        """Add `x` and `residual`, [T, size] each. Returns the normalised sum and the sum, [T, size] each."""
         return fused_add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 
@@ -183,7 +183,7 @@ class RotaryTable(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [T] -> cos, sin [T, head_dim / 2]. Called once a pass, used by every layer."""
+        """Return cos and sin of positions [T]: [T, head_dim / 2] each. Called once a pass for all layers."""
         return self.cos[positions], self.sin[positions]
 
 
@@ -248,11 +248,12 @@ class GatedMLP(nn.Module):
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder-only language model on the flat pass."""
+    """A decoder-only language model. A pass computes a flat list of tokens of any sequences."""
 
-    #: The class of a layer. It is constructed with (config, layer, index, dtype). `states` says how it is called.
+    #: The class of a layer, constructed with (config, layer, index, dtype). The docstring of `states` says how a
+    #: layer is called.
     layer_type: type[nn.Module]
-    #: For checkpoints that hold more than this model: prefixes of tensor names -> the prefixes here.
+    #: For checkpoints that hold more than this model: their prefixes of tensor names -> this model's prefixes.
     renamed_prefixes: ClassVar[Mapping[str, str]] = {}
     #: Prefixes of the names of tensors that do not belong to this model.
     skipped_prefixes: tuple[str, ...] = ()
@@ -358,12 +359,12 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether linear layers have int8 weights. A quantized checkpoint may leave out the head, or others."""
+        """Whether any linear layer has int8 weights. The head or other layers may be unquantized."""
         return any(layer.weight_scale is not None for layer in self.linear_layers())
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The type of the linear layers' weights: int8 if they are quantized."""
+        """The type of the linear layers' weights: int8 if any layer is quantized."""
         return torch.int8 if self.is_quantized else self.dtype
 
     def pack(self) -> None:
@@ -376,13 +377,17 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def is_packed(self) -> bool:
-        """Whether native kernels compute its linear layers. No branch of a pass then depends on tensors' values."""
+        """Whether native CPU kernels compute the linear layers.
+
+        If so, no branch of a pass depends on a tensor's values.
+        """
         return self.lm_head.packed is not None
 
     def measure_batch_invariance(self) -> None:
-        """Measure whether a token's logits have the same bits in any batch, on native kernels and on a GPU.
+        """Measure whether a token's logits have the same bits in any batch, and set `batch_invariant`.
 
-        Takes the time of a few hundred small products.
+        Takes the time of a few hundred small products. Sets it to False without a trial if neither native nor
+        Triton kernels compute the attention.
         """
         heads = Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
         self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype, self.device)

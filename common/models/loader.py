@@ -92,7 +92,10 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
 
 
 def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, StoredTensor]:
-    """Return a file's tensors by name. The library checks that they fill the file without gaps, in file order."""
+    """Return a file's tensors by name, in the order of the file.
+
+    The safetensors library checks that they fill the file without gaps.
+    """
     tensors: dict[str, StoredTensor] = {}
     try:
         with path.open("rb") as raw:
@@ -118,9 +121,10 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
 
 
 def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Return the tensors that a model's checkpoint holds, by name, each as a view of its rows of a parameter.
+    """Return a view of a model's parameters for each tensor of its checkpoint, by the checkpoint's names.
 
-    Modules are named as in checkpoints. So, except for fused matrices, a module's path is the tensor's name.
+    The model's modules are named as in checkpoints. Only a fused matrix has another name: its rows are divided into
+    the checkpoint's matrices.
     """
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -159,7 +163,10 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantiz
 
 
 def _quantize_as_stored(model: CausalLM, names: Collection[str]) -> None:
-    """Give the layers of a model on the meta device the int8 form if a checkpoint has scales for them."""
+    """Quantize those layers of a model on the meta device for which a checkpoint has scales.
+
+    `names` are the names of the checkpoint's tensors.
+    """
     for path, module in model.named_modules():
         if isinstance(module, Linear):
             stem, _, own = path.rpartition(".")
@@ -236,7 +243,7 @@ def read_fully(file: BinaryIO, view: memoryview) -> None:
 
 
 def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
-    """Fill a dummy's weights: normally distributed with deviation 0.02, and norms that do not scale.
+    """Fill a dummy's weights: normally distributed with deviation 0.02, and norm weights that multiply by 1.
 
     Weights are rounded to the checkpoint's type, like those of a real checkpoint.
     """

@@ -7,7 +7,10 @@ from common.models.llama import Llama
 
 
 def read_layers(reader: ConfigReader) -> tuple[LayerConfig, ...]:
-    """Read the layers of a Qwen. If it uses windows, the layers from `max_window_layers` on have one."""
+    """Return the settings of a Qwen model's layers.
+
+    If `use_sliding_window` is set, the layers from index `max_window_layers` on have a sliding window.
+    """
     rope = reader.rope()
     window = reader.window() if reader.flag("use_sliding_window") else None
     first = reader.positive_int("max_window_layers", 28, or_zero=True)

@@ -86,7 +86,7 @@ def open_checkpoint(name: str) -> Checkpoint:
     """Find a model and read its config. The files of a hub id are downloaded.
 
     Raises:
-        StartupError: there is no such model, or its config cannot be run.
+        StartupError: there is no such model, or its config is not supported.
     """
     if name.startswith("dummy:"):
         return _open_dummy(name)
@@ -121,7 +121,7 @@ def _read(path: Path, parse: Callable[[JsonObject], T]) -> T:
 
 
 def _parse(path: Path, raw: JsonObject, parse: Callable[[JsonObject], T]) -> T:
-    """Parse a file's content. Error messages begin with its path."""
+    """Return `parse(raw)`. `raw` is the content of the file at `path`, and error messages begin with this path."""
     try:
         return parse(raw)
     except StartupError as error:
@@ -168,7 +168,8 @@ def weight_bytes(
     """Return the bytes that a model's weights take in `dtype`, without allocating them.
 
     Args:
-        packed: for native kernels. A tied embedding is then held a second time, as the head.
+        packed: whether weights are packed for native kernels. A tied embedding is then held a second time, as the
+            head.
         int8: the linear layers whose weights are int8: none, all but the head, or all.
     """
     model = _without_memory(config, dtype, max_positions=1)

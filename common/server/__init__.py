@@ -1,7 +1,7 @@
 """The HTTP server. A request goes through these modules once, from top to bottom.
 
-`connections`, `routes` and `state_routes` put the others together. The others import each other in one direction
-only, which an import contract in `pyproject.toml` checks.
+`connections`, `routes` and `state_routes` import the other modules and connect them. The other modules import each
+other in one direction only, which an import contract in `pyproject.toml` checks.
 
 ```text
 socket    connections   bounds on the number of connections, and on the time that each may take
@@ -15,7 +15,7 @@ step      common.engine
 text      replies/      `answer`: outputs of all choices as they come
                         `parts`: answer, thoughts and tool calls, cut from that text
 event                   `completions`, `chat`, `responses`: an event of a stream, or the JSON answer (`formats`:
-                        the part that they share; `shapes`, `logprobs`: its objects)
+                        code that completions and chat share; `shapes`, `logprobs`: the JSON objects)
 socket    stream        bytes to the client, until the answer ends or the client leaves (`backlogs`: unread bytes)
 ```
 
@@ -32,5 +32,5 @@ Modules beside this path:
 | `openapi` | the OpenAPI document |
 | `logs`, `metrics` | lines of the log; numbers for Prometheus |
 | `live_view` | steps and traces of the running engine |
-| `page` | the form at `/`; `viewer/` draws the steps |
+| `page` | the web page at `/`; `viewer/` draws the steps |
 """

@@ -59,25 +59,27 @@ def create_app(
     tool_call_parser: ToolCallParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
 ) -> FastAPI:
-    """Return the app around an engine. The app owns the engine from start-up to shutdown.
+    """Return the ASGI app that serves an engine. The app starts the engine's worker and stops it at shutdown.
 
     Args:
         engine: an engine of any phase; or, with its worker, the front of an engine in another process.
-        worker: the worker that built the engine; by default a new worker around it.
+        worker: the worker that built the engine; by default a new worker, which runs `engine` in a thread.
         model_name: the model's name for clients; by default the name it was loaded by (a folder's last part).
         other_names: further names of the model.
-        api_keys: keys, one of which clients must send; empty: every client is answered.
+        api_keys: a client must send one of these keys; if there are none, every client is answered.
         cors_origins: sites whose pages may use this app in a browser, beside its own page.
         hosts: the `Host` names that are allowed; checked only if there are no API keys. None: every name is
             allowed, and so are requests from pages of other sites. Use None if no browser can reach the app.
         root_path: prefix that a proxy puts before every path.
         body_timeout_s: seconds from a request's head to the end of its body.
-        step_timeout_s: seconds in one step after which `/health` answers 503; None: no limit.
+        step_timeout_s: if the engine spends more seconds than this in one step, `/health` answers 503; None: no
+            limit.
         backlogs: bounds the bytes that clients leave unread; by default with the options' default bounds.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
-        live_view: whether the engine's steps can be watched.
-        pace_refusals: whether this app limits the rate of refusals. False behind a front that limits it.
-        admin: whether clients may pause the engine.
+        live_view: whether clients can watch the engine's steps (`GET /steps`).
+        pace_refusals: whether this app limits the rate of error answers (`PaceRefusals`). Pass False if a
+            front of a cluster passes requests on to this app and limits the rate itself.
+        admin: whether clients may pause the engine (`POST /pause`, `POST /resume`).
         tool_call_parser, reasoning_parser: how tool calls and thoughts are found in answers (`Dialect.of`).
 
     Raises:

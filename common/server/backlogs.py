@@ -20,7 +20,8 @@ from common.worker import WakeUp
 
 #: Most bytes of a stream handed to the HTTP server at once. A client's progress is noticed after each such piece.
 PIECE_BYTES = 16 * 1024
-#: A client with fewer unread bytes is never given up to lower the total: even a quick reader may have that many.
+#: The answer of a client with fewer unread bytes is never ended to lower the total: even a quick reader may have
+#: that many.
 FLOOR_BYTES = 64 * 1024
 
 
@@ -33,13 +34,13 @@ class Backlogs:
 
     Args:
         limit_bytes: bound for one stream; a stream with more unread bytes is ended.
-        total_limit_bytes: bound for all clients together. Beyond it, the client with the most unread bytes is
-            given up (its answer is ended), unless it has fewer than `FLOOR_BYTES`.
-        send_timeout_s: seconds within which the HTTP server must take a piece. It holds 64 KiB of a
-            connection's bytes, and takes more when 16 KiB are left.
+        total_limit_bytes: bound for all clients together. Beyond it, the answer with the most unread bytes is
+            ended, unless it has fewer than `FLOOR_BYTES`.
+        send_timeout_s: seconds within which the HTTP server must take one piece of a stream (`PIECE_BYTES`). The
+            HTTP server holds 64 KiB of a connection's bytes, and takes more when 16 KiB are left.
 
     Attributes:
-        bytes: number of unread bytes.
+        bytes: number of unread bytes of all clients.
         unread: one `Unread` for each client that has unread bytes.
     """
 
@@ -60,7 +61,10 @@ class Backlogs:
         return SlowReaderError(f"the client took too little for {self.send_timeout_s:g} s")
 
     def relieve(self) -> None:
-        """End answers while all unread bytes exceed the limit, the one with the most bytes first."""
+        """End answers until the total of unread bytes is within its limit, the answer with the most bytes first.
+
+        Stops when the largest answer left has fewer than `FLOOR_BYTES` unread bytes.
+        """
         while self.bytes > self._total_limit_bytes:
             most = max(self.unread, key=lambda each: each.bytes)
             if most.bytes < FLOOR_BYTES:
@@ -72,8 +76,9 @@ class Unread:
     """The unread bytes of one client, which are part of the total in `Backlogs`.
 
     Args:
-        backlogs: all clients' bytes.
-        give_up: called at most once, to end the answer, after the client's bytes were taken out of the total.
+        backlogs: counts the unread bytes of all clients.
+        give_up: ends the answer, for the reason in the error that it gets. It is called at most once, after the
+            client's bytes were taken out of the total.
 
     Attributes:
         bytes: number of bytes that this client has not read.
@@ -86,8 +91,11 @@ class Unread:
         backlogs.unread.add(self)
 
     def add(self, count: int) -> None:
-        """Add bytes, or take some away if `count` is negative. May give up clients, this one included."""
-        if self not in self._backlogs.unread:  # given up
+        """Change the number of unread bytes by `count`, which may be negative. Does nothing after `forget`.
+
+        If the total then exceeds its limit, answers are ended, perhaps this client's.
+        """
+        if self not in self._backlogs.unread:  # `forget` was called
             return
         self.bytes += count
         self._backlogs.bytes += count
@@ -101,15 +109,15 @@ class Unread:
         self._give_up(SlowReaderError(f"the client left {left} bytes unread, {reason}"))
 
     def forget(self) -> None:
-        """Take the client's bytes out of the total, for good."""
+        """Take the client's bytes out of the total. They are not counted again: later calls of `add` do nothing."""
         if self in self._backlogs.unread:
             self._backlogs.unread.remove(self)
             self._backlogs.bytes -= self.bytes
 
 
 class Backlog(Unread):
-    """One stream's bytes that its client has not taken. On exit, the context manager takes them out of the
-    total of all clients.
+    """The bytes of one stream that the HTTP server has not taken yet. On exit, the context manager takes them out
+    of the total of all clients.
 
     Attributes:
         failed: future of the error that ended the stream: its client is too slow, or producing an event failed.
@@ -150,7 +158,7 @@ class Backlog(Unread):
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error. Bytes that its client has not taken are freed."""
+        """End the stream with an error, and drop the bytes that the HTTP server has not taken."""
         if not self.failed.done():
             self.failed.set_exception(error)
             self.forget()
@@ -170,14 +178,14 @@ class Backlog(Unread):
         return piece
 
     def taken(self, count: int) -> None:
-        """Count bytes as taken by the client."""
+        """Record that the HTTP server has taken `count` bytes: they are not counted as unread any more."""
         self._handed_s = None
         self.add(-count)
         if not self.bytes:
             self._all_taken.set()
 
     async def all_taken(self) -> None:
-        """Wait until the client has taken all bytes made so far."""
+        """Wait until the HTTP server has taken all bytes produced so far."""
         if self.bytes:
             await self._all_taken.wait()
 

@@ -48,8 +48,8 @@ BODY = ConfigDict(
     strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
 )
 
-#: Prefix of the tags that tell alternatives of a field apart. pydantic puts tags into an error's location, where
-#: they mean nothing to a client.
+#: Prefix of all tags. A tag names one of the types that a field's value may have (pydantic's tagged unions).
+#: pydantic puts tags into an error's location, where they mean nothing to a client. `_explain` removes them.
 TAG = "as "
 
 #: pydantic's error type for a field that is not implemented. The error's `param` is the field's whole path in the
@@ -69,7 +69,8 @@ class Limits:
 
 
 class BoundedParser(h11.Connection):
-    """h11's parser of a server's connection, with bounds on events and pieces.
+    """h11's HTTP parser for a server's connection. It bounds the events that one turn of the event loop parses, and
+    the pieces (HTTP chunks or packets) of a body.
 
     Attributes:
         turn_is_over: whether this turn of the event loop parsed `EVENTS_PER_TURN` events. The next turn goes on.
@@ -86,12 +87,12 @@ class BoundedParser(h11.Connection):
         self._is_chunked = False  # whether the answer is sent in HTTP chunks
 
     def begin_turn(self) -> None:
-        """Allow another `EVENTS_PER_TURN` events."""
+        """Begin a turn of the event loop, which may parse another `EVENTS_PER_TURN` events."""
         self.turn_is_over = False
         self._left_in_turn = EVENTS_PER_TURN
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event; at the end of a turn `NEED_DATA`, as if there were none.
+        """Parse and return the next event. At the end of a turn, return `NEED_DATA`, as if no event were left.
 
         Raises:
             h11.RemoteProtocolError: the bytes are no HTTP, or the body has too many pieces.
@@ -137,7 +138,9 @@ class BoundedParser(h11.Connection):
 
 
 def in_origin_form(request: h11.Request) -> h11.Request:
-    """Rewrite `GET http://host/path`, which proxies send, to `GET /path` with that host; other targets stay.
+    """Rewrite `GET http://host/path`, which proxies send, to `GET /path` with that host.
+
+    A request with another target is returned as it is.
 
     Raises:
         h11.RemoteProtocolError: the target is no URL.
@@ -164,13 +167,13 @@ class Bodies:
     they can would take its time. While the rate is used up, connections are not read, and their clients wait.
 
     Args:
-        timeout_s: from the end of a request's head to that of its body.
-        bytes_per_s: the shared rate.
+        timeout_s: seconds from the end of a request's head to the end of its body.
+        bytes_per_s: the rate that all large bodies together may come at.
     """
 
     #: Bytes at the start of each body that do not count towards the rate.
     FREE_BYTES = 64 * 1024
-    #: How far the rate may be exceeded for a moment.
+    #: Bytes that may come at once, faster than the rate, after a pause.
     BURST_BYTES = 4 * 2**20
 
     def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
@@ -269,7 +272,7 @@ def _require_json(request: Request) -> None:
 
 
 class Body(BaseModel):
-    """A request's body. Null means the default, for all fields that have one."""
+    """A request's body. For every field that has a default, null means that default."""
 
     model_config = BODY
 
@@ -285,7 +288,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
-    """Parse and check a request's body.
+    """Parse and check a request's body, and return it as a `form`.
 
     Raises:
         ApiError: 400, the body is not JSON, lacks a field, or has a field of a wrong type; 404, it names another
@@ -338,12 +341,12 @@ def check_model(model: str | None, limits: Limits) -> None:
 
 
 def refused(param: str, message: str) -> ApiError:
-    """Return the 422 for a value that cannot be served."""
+    """Return the ApiError (422) for a value of the field `param` that cannot be served."""
     return ApiError(422, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
-    """Refuse unknown fields of a body and of the objects in it."""
+    """Raise ApiError (422) if a body, or an object in it, has an unknown field. `prefix`: path of `body`."""
     unknown = next(iter(body.model_extra or ()), None)
     if unknown is not None:
         name = prefix + shorten(unknown, 100)
@@ -360,7 +363,7 @@ def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """Return one error for all mistakes of a body: the first in syntax or type, or else the first of any kind."""
+    """Return the ApiError for a body's first mistake in syntax or type, or else for its first mistake."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     worst = next((each for each in details if _is_syntax(each)), details[0])
     path = [part for part in worst["loc"] if not str(part).startswith(TAG)]
@@ -378,9 +381,9 @@ def _explain(error: ValidationError) -> ApiError:
 
 
 def _is_syntax(detail: ErrorDetails) -> bool:
-    """Return whether a mistake is one of form (400) rather than of value (422).
+    """Return whether a mistake is in syntax or type (400) rather than in a value (422).
 
-    An empty prompt, or a token id that no model has, counts as one of form.
+    Mistakes in the field `prompt`, such as an empty prompt or a negative token id, count as mistakes in syntax.
     """
     kind = detail["type"]
     if kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")):

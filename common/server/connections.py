@@ -36,16 +36,17 @@ from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport
 
 logger = logging.getLogger(__name__)
 
-#: The timeouts of a connection beyond the bound, in seconds: for a request's head, and between requests.
+#: Timeouts of a connection beyond the bound on their number, in seconds: for a request's head, and between
+#: requests.
 SPARE_TIMEOUT_S = 5.0
-#: A client that takes less than this within `send_s` is given up. The HTTP server holds 64 KiB of a connection's
-#: bytes and takes more when 16 KiB are left, so a smaller step would not be seen.
+#: If a client takes fewer bytes of an answer within `send_s`, its connection is closed. The HTTP server holds
+#: 64 KiB of a connection's bytes and takes more when 16 KiB are left, so smaller progress would not be seen.
 MUST_TAKE_BYTES = 48 * 1024
 #: Seconds from the moment a connection's buffers are full until its unread bytes are counted, and between counts.
 COUNT_AFTER_S = 5.0
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
-#: Seconds that a connection lingers when the server ends.
+#: `LINGER_S` at the server's shutdown, when clients get less time.
 LAST_LINGER_S = 0.5
 #: Bytes that a client may send behind a request whose answer is being made. A connection with more is closed.
 MAX_PIPELINED_BYTES = 64 * 1024
@@ -100,7 +101,15 @@ class Config(uvicorn.Config):
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return by how many connections a bound is exceeded, for all or for this address; 0 or less: by none."""
+        """Return by how many connections a bound is exceeded, and log a warning if one is.
+
+        There are two bounds, on all connections and on those of one address. The larger excess counts. 0 or less
+        means that neither bound is exceeded.
+
+        Args:
+            connections: number of open connections.
+            address: the new connection's address; None if that address has no bound of its own.
+        """
         limits = self.limits
         beyond = connections - limits.connections
         if beyond > 0:
@@ -122,14 +131,15 @@ class Config(uvicorn.Config):
             del self.addresses[address]
 
     def _warn(self, message: str, *values: object) -> None:
-        """Log now and then: a client that opens too many connections may open thousands."""
+        """Log a warning, at most one in `WARN_EVERY_S`: a client that opens too many connections may open
+        thousands."""
         if time.monotonic() - self.last_warning_s >= WARN_EVERY_S:
             self.last_warning_s = time.monotonic()
             logger.warning(f"{message}: more are refused", *values)
 
 
 class TooMany:
-    """The app for connections beyond the bound: answers the health routes and refuses the rest."""
+    """The app for connections beyond the bound on their number. It refuses all paths but `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]]) -> None:
         self.app = app
@@ -202,7 +212,10 @@ class Connection(H11Protocol):
         self._stop_sending()
 
     def shutdown(self) -> None:
-        """Close at the server's shutdown: now if idle, soon if lingering, otherwise when the answer is complete."""
+        """Close at the server's shutdown: now if idle, otherwise when the answer is complete.
+
+        If only the client is still sending, close after `LAST_LINGER_S`.
+        """
         super().shutdown()
         self._lingering.hurry(LAST_LINGER_S)
 
@@ -222,7 +235,10 @@ class Connection(H11Protocol):
             self._after_reading()
 
     def handle_events(self) -> None:
-        """Handle parsed events until there are none, or the turn is over; then the next turn goes on."""
+        """Handle parsed events until none is left or this turn of the event loop has parsed `EVENTS_PER_TURN`.
+
+        In the second case the next turn goes on.
+        """
         if self._next_turn is not None:
             return
         self.conn.begin_turn()
@@ -237,7 +253,7 @@ class Connection(H11Protocol):
             self._after_reading()
 
     def _after_reading(self) -> None:
-        """Close the connection if too many bytes follow its request; else start or stop its timer."""
+        """Close the connection if too many bytes follow a whole request. Start or stop the timers (`_watch`)."""
         request_is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
         if request_is_whole and self._unparsed_bytes() > MAX_PIPELINED_BYTES:
             logger.info(
@@ -255,7 +271,10 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start the timer for the rest of a request, or for the next one."""
+        """Start the timer that bounds the wait for the rest of a request, or for the next request.
+
+        The first timer is stopped once the whole request has come.
+        """
         if self.transport.is_closing():
             self._stop_receiving()
             return
@@ -276,7 +295,7 @@ class Connection(H11Protocol):
             self._receiving = None
 
     def _on_late(self) -> None:
-        """Refuse a head that has not come in time. A body is read by the app, which has a deadline for it."""
+        """Answer 408 if a request's head has not come in time. The app has a deadline of its own for a body."""
         self._receiving = None
         if self.conn.our_state is h11.IDLE:
             self._refuse(
@@ -286,7 +305,10 @@ class Connection(H11Protocol):
             )
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, or too many pieces, if an answer has not begun; close in any case."""
+        """Close the connection, because its bytes are not HTTP or come in too many pieces.
+
+        If no answer has begun, send the error before.
+        """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(self.conn.refusal or ApiError(400, msg, code="invalid_http"))
         else:
@@ -331,7 +353,10 @@ class Connection(H11Protocol):
         self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
 
     def _count_unread(self) -> None:
-        """Count a complete answer's unread bytes, now and every `COUNT_AFTER_S`. Streams have a backlog."""
+        """Update the count of a complete answer's unread bytes, now and every `COUNT_AFTER_S` seconds.
+
+        A stream's unread bytes are counted by its `Backlog` instead.
+        """
         self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
         if self.cycle.response_complete:
             if self._unread is None:

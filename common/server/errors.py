@@ -85,26 +85,29 @@ def shorten(text: str, limit: int) -> str:
 
 
 def unavailable(message: str, *, code: str, retry_after_s: int, type: str = UNAVAILABLE) -> ApiError:
-    """Return a 503 with `Retry-After`, the seconds after which a client should try again."""
+    """Return an ApiError (503) with `Retry-After`, the seconds after which a client should try again."""
     return ApiError(503, message, type=type, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def internal_error() -> ApiError:
-    """Return the 500 for a failure of the server. Details are in the log only."""
+    """Return the ApiError (500) for a failure of the server. Details are in the log only."""
     return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")
 
 
 def status_at(path: str, error: ApiError) -> int:
-    """Return the status of an error at a route.
+    """Return the HTTP status of an error on the route `path`.
 
-    OpenAI's own routes answer 400 to any bad request. The other routes tell a malformed request (400) from one that
-    cannot be served (422).
+    Routes under `/openai/` answer 400 to any bad request, as OpenAI does. The other routes tell a malformed request
+    (400) from a request that cannot be served (422).
     """
     return 400 if error.status == 422 and path.startswith(STRICT_PREFIX) else error.status
 
 
 def from_exception(error: Exception) -> ApiError:
-    """Return the client's error for an exception that the engine or its worker raised, or ended a request with."""
+    """Return the ApiError for an exception that the engine or its worker raised, or ended a request with.
+
+    An unexpected exception becomes a 500 without details.
+    """
     match error:
         case ApiError():
             return error
@@ -173,7 +176,7 @@ _ELSEWHERE = {
 
 
 def _route_meant_by(request: Request) -> str:
-    """Return a hint at the route that a client may have meant."""
+    """Return a hint at the route that a client may have meant, for the message of a 404."""
     path = request.url.path
     for end, hint in _ELSEWHERE.items():
         if path.endswith(end):
@@ -193,7 +196,8 @@ async def answer_invalid_query(request: Request, error: Exception) -> Response:
 
 
 async def answer_nobody(_: Request, __: Exception) -> Response:
-    """Return a response for a client that has left: a handler must return one (499 is nginx's)."""
+    """Return a response that nobody reads, since the client has left: a handler must return one. nginx's status for
+    this is 499."""
     return Response(status_code=499)
 
 

@@ -14,7 +14,7 @@ body ──> validated ──> grammar compiled ──> places in the queue ─�
 Every kind of work that a request causes outside of the engine's steps is bounded (`Admission`). Each kind has a
 *lane*: a few threads of its own and a bounded number of requests that wait for them. Slow work of one kind delays
 requests of that kind only. A request that finds its lane full is refused at once (503 with the name of the lane and
-`Retry-After`). A request whose client has left gives its turn to the next.
+`Retry-After`). If a client leaves while its request waits in a lane, the request is dropped.
 
 Requests for text hold places in the engine's queue (`EngineWorker.hold_places`) while they are tokenized. They hold
 none while their body is validated or their grammar compiled: a place is for a request that will soon be computed.
@@ -45,7 +45,8 @@ from common.server.requests.generation import GenerationRequest
 from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
-#: Grammars whose matchers take less processor time, in seconds, are compiled in the threads that tokenize prompts.
+#: If the matchers for all choices of a request take at most this many seconds of processor time, they are compiled
+#: in the thread that tokenizes the prompt.
 QUICK_COMPILE_S = 0.05
 
 #: Entries of prompt log-probabilities in one answer: tokens of the prompt × (top + 1) × choices.
@@ -56,18 +57,19 @@ MAX_PROMPT_LOGPROBS = 2**17
 #: longest request.
 MAX_LENGTHS = 8
 
-#: Characters of a predicted text that are tokenized, for each token that a request can have.
+#: A predicted text (OpenAI's `prediction`) is cut to this many characters for each token that a request can have,
+#: before it is tokenized.
 CHARACTERS_A_TOKEN = 8
 
 T = TypeVar("T")
 
-#: Niceness of threads that no stream waits for. They get a tenth of a core that the engine uses, too, or all of an
-#: idle core.
+#: Niceness of threads that no stream waits for. On a core that the engine uses, too, they get a tenth of the time.
+#: They get all of an idle core.
 NICENESS = 10
 
 
 class Intake:
-    """Validates bodies, tokenizes prompts and submits requests to an engine."""
+    """Validates bodies, compiles grammars, tokenizes prompts and submits requests to an engine."""
 
     def __init__(
         self,
@@ -84,7 +86,9 @@ class Intake:
         self._dialect = dialect
 
     async def parse(self, body: bytes, form: type[BodyT]) -> BodyT:
-        """Validate a request's body. A large body is validated in a thread, so that the event loop goes on.
+        """Validate a request's body, and return it as a `form`.
+
+        A large body is validated in a thread, so that the event loop goes on.
 
         Raises:
             ApiError: as `bodies.parse`; 413, it has too many values; 503, too many large bodies wait.
@@ -101,7 +105,7 @@ class Intake:
     async def submit(
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float
     ) -> list[RequestStream]:
-        """Submit every choice to the engine, or none, and return their streams by index.
+        """Submit every choice to the engine, or none, and return one stream of outputs for each choice, in order.
 
         If the caller is cancelled, work that has not begun is dropped and places in the queue are given back.
 
@@ -111,8 +115,10 @@ class Intake:
             arrived_s: time by which the whole request had come, on `time.monotonic`'s clock.
 
         Raises:
-            QueueFullError, ShuttingDownError, EngineDeadError, ApiError: nothing was tokenized.
-            InvalidRequestError: nothing was submitted.
+            QueueFullError: the queue has too few free places. Nothing was tokenized.
+            ApiError: 503, too many grammars wait to be compiled. Nothing was tokenized.
+            ShuttingDownError, EngineDeadError: no requests are accepted any more.
+            InvalidRequestError: the engine can never serve the request.
             RequestTimeoutError: the time that a request may take was over before it was submitted.
         """
         timeout_s = self._engine.config.request_timeout
@@ -142,8 +148,8 @@ class Intake:
     async def _compile(self, grammar: Grammar | None, choices: int) -> Sequence[Matcher | None]:
         """Return a matcher for each choice; None for each if there is no grammar, or it compiles quickly.
 
-        A quick grammar is compiled later, in the thread that tokenizes the prompt. Others are compiled in the lane
-        `compiling`, while the request holds no place in the queue.
+        A grammar that compiles quickly is compiled later, in the thread that tokenizes the prompt. Another grammar
+        is compiled here, in the lane `compiling`, while the request holds no place in the queue.
         """
         if grammar is None:
             return [None] * choices
@@ -158,7 +164,9 @@ class Intake:
         return await self._admission.compiling.run(compile_all)
 
     async def tokenize(self, body: bytes) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of a body's text, and the tokenizer's spelling of each (None unless asked for).
+        """Return the token ids of the text in a body of `/tokenize`, and the tokenizer's spelling of each token.
+
+        The spellings are None unless the body asks for them.
 
         Raises:
             ApiError: as `parse`; 503, too many requests wait to be converted.
@@ -176,7 +184,7 @@ class Intake:
         return await self._admission.converting.run(convert)
 
     async def detokenize(self, body: bytes) -> str:
-        """Return the text of a body's token ids, special tokens included.
+        """Return the text of the token ids in a body of `/detokenize`, special tokens included.
 
         Raises:
             ApiError: as `parse`; 503, too many requests wait to be converted.
@@ -225,9 +233,10 @@ class Intake:
         return requests
 
     def _defaults(self, wanted: GenerationRequest, grammar: Grammar | None) -> SamplingParams:
-        """Return the sampling parameters for fields that the request leaves out, with its grammar.
+        """Return sampling parameters with the values for fields that the request leaves out, and its grammar.
 
-        Special tokens stay in the text if some are markers (of thoughts or calls) that the answer is searched for.
+        If the answer is searched for markers of thoughts or calls, and some of them are special tokens, special
+        tokens stay in the text.
         """
         reads_markers = wanted.tool_use is not None or (wanted.has_parts and self._dialect.thinks)
         markers = self._engine.tokenizer.special_ids.intersection(self._dialect.special.values())
@@ -238,7 +247,7 @@ class Intake:
         )
 
     def _tokenize_prediction(self, text: str) -> Sequence[int]:
-        """Return the token ids of a predicted text, cut to the length of the longest possible answer."""
+        """Return the token ids of a predicted text, at most as many as the longest request may have."""
         if not text:
             return ()
         most = self._engine.max_request_tokens
@@ -257,9 +266,10 @@ class Intake:
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
     def _check_least_length(self, text: str, rule: str) -> None:
-        """Refuse a text that takes far longer to tokenize than any prompt that the engine takes.
+        """Raise InvalidRequestError if a text surely has over `MAX_LENGTHS` times the longest request's tokens.
 
-        This bounds the tokenizer's work. Whether a prompt fits is judged by `Engine.create_request`.
+        This bounds the tokenizer's work. `Engine.create_request` checks later whether a prompt fits. `rule` goes
+        into the message, with `{limit}` for the limit in tokens.
         """
         at_least = self._engine.tokenizer.min_tokens(text)
         limit = MAX_LENGTHS * self._engine.max_request_tokens
@@ -269,7 +279,11 @@ class Intake:
             )
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """Return the largest number of new tokens: the requested number, or else as many as fit."""
+        """Return the largest number of new tokens: the requested number, or else as many as fit.
+
+        Raises:
+            InvalidRequestError: some new tokens fit, but fewer than `min_tokens`.
+        """
         if wanted.max_new_tokens is not None:
             return wanted.max_new_tokens
         room = self._engine.max_request_tokens - prompt_tokens
@@ -283,7 +297,10 @@ class Intake:
 
 
 def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
-    """Refuse an answer with too many log-probabilities of prompt tokens."""
+    """Raise InvalidRequestError if an answer would show too many log-probabilities of prompt tokens.
+
+    The bound is `MAX_PROMPT_LOGPROBS`. `tokens`: the number of prompt tokens, counted once for each choice.
+    """
     top = wanted.scored_prompt
     if top is None:
         return
@@ -333,14 +350,15 @@ class Admission:
 
 
 class Lane:
-    """Threads for one kind of work, and a bound on the requests that run or wait there.
+    """Threads for one kind of work, and a bound on the requests whose work runs or waits there.
 
     Args:
-        name: the work, as a participle: `tokenizing`. Its refusals have the code `tokenizing_busy`.
+        name: the work, as a participle such as `tokenizing`. The error of a full lane then has the code
+            `tokenizing_busy`.
         threads: number of requests that are worked on at the same time.
-        limit: requests that may run or wait; None if another bound holds for them already.
-        retry_after_s: `Retry-After` of its refusals.
-        niceness: of its threads, as in `nice(1)`; on Linux only.
+        limit: most requests whose work may run or wait; None if their number is bounded elsewhere.
+        retry_after_s: `Retry-After` of the error of a full lane, in seconds.
+        niceness: niceness of its threads, as in `nice(1)`; on Linux only.
 
     Attributes:
         jobs: number of requests whose work runs or waits. Work that runs on after its client has left counts, too.
@@ -387,7 +405,7 @@ class Lane:
 
 
 def _stand_back(niceness: int) -> None:
-    """Raise this thread's niceness by so much, on Linux only: elsewhere that would be the whole process's."""
+    """Add `niceness` to this thread's niceness, on Linux only. Elsewhere the whole process would be slowed."""
     if sys.platform == "linux" and niceness > 0:
         thread = threading.get_native_id()
         own = os.getpriority(os.PRIO_PROCESS, thread)  # of the server, which may run under `nice`

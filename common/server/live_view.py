@@ -1,6 +1,6 @@
 """Watches the running engine: its steps as they come (`GET /steps`), and traces that clients record (`GET /trace`).
 
-No frames are made while no client watches.
+A frame describes one step (`common.step_trace`). No frames are made while no client watches.
 
 ```text
 engine thread (`common.engine_calls`)                event loop
@@ -95,7 +95,7 @@ class Viewer:
 
 
 class LiveView:
-    """All viewers. The engine makes frames while there is a viewer. Used on the event loop only."""
+    """The viewers of one server. The engine makes frames while there is a viewer. Used on the event loop only."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
@@ -157,7 +157,10 @@ class LiveView:
             self._worker.call(call)
 
     async def _tick(self) -> None:
-        """Every `TICK_S`, make a frame of the latest step if it has none; end all streams if the server ends."""
+        """Every `TICK_S` seconds, have a frame of the latest step made if it has none.
+
+        If the server is shutting down or its engine is dead, end all streams instead.
+        """
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_over():
@@ -170,7 +173,7 @@ class LiveView:
 
 
 class Recordings:
-    """The traces that are being recorded."""
+    """The traces that clients are recording, at most `MAX_RECORDINGS` at a time."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self.worker = worker
@@ -197,7 +200,7 @@ class Recordings:
 
 
 class Recording:
-    """One client's trace."""
+    """One client's recording of a trace (`GET /trace`)."""
 
     def __init__(self, recordings: Recordings, seconds: float) -> None:
         self._recordings = recordings
@@ -205,7 +208,7 @@ class Recording:
         self._number = next(recordings.numbers)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Record for the requested time, and yield the events as they come."""
+        """Record steps for the requested number of seconds, and yield the trace's bytes as they come."""
         worker, clock = self._recordings.worker, asyncio.get_running_loop().time
         await asyncio.wrap_future(worker.call(EngineCalls.start_trace, self._number))
         until_s, closed = clock() + self._seconds, False
@@ -216,7 +219,7 @@ class Recording:
         yield await asyncio.wrap_future(worker.call(EngineCalls.stop_trace, self._number))
 
     def close(self) -> None:
-        """Stop the recording, also if it is about to start: the engine's thread runs its calls in order."""
+        """Stop the recording. A recording that is about to start is stopped, too: calls run in order."""
         recordings = self._recordings
         recordings.running.discard(self)
         with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it

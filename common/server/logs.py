@@ -86,15 +86,15 @@ def log_end(
     request_id: str | None = None,
     client_gone: str | None = None,
 ) -> None:
-    """Log how an answer went, all its choices in one line.
+    """Log one line about an answer with all its choices: token counts, times, and how the choices ended.
 
     Args:
-        answer: the answer.
+        answer: the answer, whose choices have ended or were cancelled.
         asked_s: time by which the request had come, on `time.monotonic`'s clock.
         client: the address that the request came from.
-        user: the client's own label.
-        request_id: the client's name for its request, if it has one.
-        client_gone: the reason why the client does not take the answer any more; None if it took all of it.
+        user: the field `user` of the request's body, a label.
+        request_id: the `x-request-id` that the client sent; None if it sent none.
+        client_gone: the reason why the client did not get the whole answer; None if it did.
     """
     streams = answer.streams
     prompts = {
@@ -182,7 +182,7 @@ def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str
 
 
 def log_departure(client: str | None = None) -> None:
-    """Log a client that left while its request was read, queued or tokenized."""
+    """Log that a client left before its request was submitted, while its body was read, validated or tokenized."""
     logger.info(
         "dropped: %s before its request was taken in%s", CLIENT_LEFT, f", from {client}" if client else ""
     )
@@ -200,14 +200,14 @@ class Pulse:
         self._remember()
 
     async def run(self) -> None:
-        """Log and return memory until cancelled."""
+        """Every `PULSE_EVERY_S` seconds, return freed memory and log the load, until cancelled."""
         while True:
             await asyncio.to_thread(return_freed_memory)
             await asyncio.sleep(PULSE_EVERY_S)
             self.beat()
 
     def beat(self) -> None:
-        """Log one line, if requests are running or waiting."""
+        """Log one line if requests are running or waiting. Its rates are averages since the last call."""
         latest, waiting = self._engine.telemetry.latest, self._worker.num_waiting()
         if latest.active or waiting:
             seconds = time.monotonic() - self._since_s

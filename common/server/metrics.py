@@ -20,7 +20,7 @@ from common.telemetry import Counters, Histogram, RequestTelemetry
 #: Memory, processor time and open files of this process: `process_*`, without labels, as every exporter has them.
 _PROCESS = ProcessCollector(registry=None)
 
-#: The engine's counters that have a name of vLLM's.
+#: The engine's counters that vLLM has, too: vLLM's name for each, and its help text.
 _VLLM_COUNTERS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests whose computation has begun"),
     "preemptions": ("vllm:num_preemptions", "Requests that lost their memory to others and began anew"),
@@ -166,7 +166,10 @@ class Metrics(Collector):
 
 
 def count_longest_choices(requests: RequestTelemetry, answer: Answer) -> None:
-    """Add the token count of each prompt's longest choice to the histogram, once the answer has ended."""
+    """Add the number of new tokens of each prompt's longest choice to `requests.longest_choices`.
+
+    Call this once the answer has ended.
+    """
     longest: dict[int, int] = {}
     for choice, stream in zip(answer.choices, answer.streams, strict=True):
         prompt = id(choice.prompt)
@@ -181,6 +184,6 @@ def _with_unit(name: str) -> str:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return each bound with the number of values up to it, as Prometheus counts."""
+    """Return each bound of a histogram, and `+Inf`, with the number of observed values up to that bound."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, histogram.cumulative(), strict=True))

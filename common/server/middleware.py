@@ -141,7 +141,7 @@ class PaceRefusals(Middleware):
         await self.app(scope, receive, paced)
 
     async def _turn(self) -> None:
-        """Wait until this refusal may leave."""
+        """Wait until this refusal may be sent. Returns at once while the engine computes nothing."""
         now = asyncio.get_running_loop().time()
         earliest = max(self._next_s, now - self.BURST / self.PER_S)
         self._next_s = min(earliest + 1 / self.PER_S, now + self.MOST_S)
@@ -296,8 +296,8 @@ class AllowedHosts:
     """The names that the server answers to.
 
     They are IP addresses, `localhost` and names below it, the machine's own name, the name the server listens on,
-    and those of `--allowed-host`. A server that other machines reach also answers to names without a dot, such as
-    those of containers: no site on the internet has one.
+    and the names given with `--allowed-host`. A server that other machines reach also answers to names without a
+    dot, such as names of containers: no site on the internet has such a name.
 
     Args:
         host: the name or address the server listens on.
@@ -311,7 +311,7 @@ class AllowedHosts:
         self._names = {_without_port(name) for name in known}
 
     def allow(self, header: str) -> bool:
-        """Return whether a request with this `Host` is answered; True if it is empty: browsers always send one."""
+        """Return whether a request with this `Host` is answered; True if empty: no browser leaves it out."""
         name = _without_port(header)
         return (
             self._any
@@ -378,7 +378,7 @@ class AnswerErrors(Middleware):
 class HeadAsGet(Middleware):
     """Answers HEAD with the head of the GET route's answer, and stops the route there.
 
-    So a route that streams until its client leaves ends before it produces anything.
+    So a route that would stream until its client leaves produces nothing.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -396,7 +396,7 @@ class HeadAsGet(Middleware):
 
 
 class HeadSentError(Exception):
-    """Ends a HEAD request's route once the head of its answer is sent."""
+    """Raised to end a HEAD request's route once the head of its answer is sent."""
 
 
 async def refuse(

@@ -46,7 +46,7 @@ class NoFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An event stream's events, for the document."""
+    """Describes the events of an event stream for the OpenAPI document."""
 
     description: str
     example: str
@@ -70,7 +70,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """A route's body, answers and errors, which FastAPI does not know."""
+    """Describes a route's body, answers and errors, which FastAPI does not know, for the OpenAPI document."""
 
     answer: type[Any]
     description: str
@@ -205,7 +205,14 @@ _HEADERS = {500: _NO_RETRY, 503: _RETRY_AFTER, 504: _NO_RETRY}
 def openapi_document(
     app: FastAPI, engine: EngineFront, limits: Limits, root_path: str = ""
 ) -> dict[str, Any]:
-    """Return the document of an app that serves `engine`'s model within `limits`, below `root_path`; made once."""
+    """Return the OpenAPI document of an app. It is made at the first call and kept in `app.openapi_schema`.
+
+    Args:
+        app: the app.
+        engine: its engine, whose longest sequence bounds fields such as `max_tokens`.
+        limits: the server's bounds on the values of a request.
+        root_path: prefix of all paths, which the document names as its server; empty: none.
+    """
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(
@@ -234,7 +241,7 @@ def openapi_document(
 
 
 def _describe(operation: dict[str, Any], route: Documented) -> None:
-    """Add a route's body and answers to its operation."""
+    """Add a route's body, answers and errors to `operation`, its OpenAPI operation object."""
     content = {"application/json": {"schema": _reference(route.answer)}}
     if route.stream is not None:
         content["text/event-stream"] = route.stream.content()
@@ -256,7 +263,7 @@ def _reference(model: type[Any]) -> dict[str, str]:
 
 
 def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
-    """Return the schemas of bodies and answers, and of the objects in them, by name."""
+    """Return the JSON Schemas of these models, and of the models that they refer to, by the name of the model."""
     schemas: dict[str, Any] = {}
     for model in sorted(models, key=lambda each: each.__name__):
         schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
@@ -265,7 +272,7 @@ def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
 
 
 def _add_limits(properties: dict[str, Any], engine: EngineFront, limits: Limits) -> None:
-    """Add this server's limits to the fields that every body has."""
+    """Add this server's limits to `properties`, the JSON Schemas of a body's fields."""
     properties["model"]["anyOf"][0]["enum"] = list(limits.models)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if name in properties:
@@ -274,7 +281,10 @@ def _add_limits(properties: dict[str, Any], engine: EngineFront, limits: Limits)
 
 
 def _bound(array: dict[str, Any], length: int | None, limits: Limits) -> None:
-    """Bound an array of token ids: the ids, and their number (None: as many as a body holds)."""
+    """Add bounds to `array`, the JSON Schema of a list of token ids.
+
+    The ids are bounded by the vocabulary, and their number by `length` (None: the number has no bound).
+    """
     array["items"]["maximum"] = limits.vocab_size - 1
     if length is not None:
         array["maxItems"] = min(length, array.get("maxItems", length))

@@ -26,7 +26,7 @@ from common.phases import PhasePackage
 from common.server.errors import shorten
 from common.version import project_version
 
-#: Several texts: the flag repeated, or one value with commas, as in an environment variable.
+#: Type of an option with several texts. The flag is repeated, or one value has commas, as in the environment.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
@@ -173,7 +173,7 @@ class ServerOptions(LimitOptions, CommonOptions):
 
 
 ENV_PREFIX = "INFER_"
-NONE = "none"  # the text that stands for no value
+NONE = "none"  # text that a user writes for an option without a value
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
@@ -203,7 +203,7 @@ REWORDED = {
 def read_options(
     package: PhasePackage, argv: Sequence[str], prog: str | None = None
 ) -> tuple[ServerOptions, EngineConfig]:
-    """Return the options of server and phase: flags first, then the environment, then defaults.
+    """Return the server's options and the phase's. Flags win over the environment, and both over defaults.
 
     Raises:
         UsageError: an option is unknown, or an option's value is invalid.
@@ -213,7 +213,9 @@ def read_options(
 
 
 def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> BaseSettings:
-    """Return all options of a settings class. Prints help or version instead, if asked to, and exits.
+    """Return an instance of a settings class, read from flags, environment and defaults.
+
+    If the flags ask for the help or the version, this prints it and exits.
 
     Raises:
         UsageError: as `read_options`.
@@ -250,6 +252,8 @@ def settings_for(
     """Return a settings class of a phase's options and the server's, with flags and environment names.
 
     Args:
+        package: the phase, whose `Config` has the engine's options.
+        prog: name of the command in `--help`; `python -m` and the phase if None.
         server_options: the class of the server's options. A cluster has its own.
         default_port: the default of `--port`; the phase's if None.
     """
@@ -283,7 +287,10 @@ def settings_for(
 
 
 def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageError:
-    """Return the error for an option that does not exist, with the option that may have been meant."""
+    """Return the UsageError for flags that pydantic could not parse, with its `message`.
+
+    For a flag that does not exist, the error names the most similar flag that does.
+    """
     text = message.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: (\S+)", text)
     if unknown is None:
@@ -296,7 +303,7 @@ def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageE
 
 
 def explain_invalid(error: ValidationError) -> UsageError:
-    """Return the error for the first invalid value, or for the first options that contradict each other."""
+    """Return the UsageError for the first invalid value, or for the first options that contradict each other."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:  # options that contradict each other: the message names them
         return UsageError(first["msg"].removeprefix("Value error, "))
@@ -313,7 +320,7 @@ def flag_of(field: str) -> str:
 
 
 def help_text(settings: type[BaseSettings]) -> str:
-    """Return the help for a command's settings."""
+    """Return the text of `--help` for a command whose options are the fields of `settings`."""
     prog = settings.model_config["cli_prog_name"]
     parser = argparse.ArgumentParser(
         prog=prog, usage=f"{prog} [options]", description=settings.__doc__, add_help=False
@@ -337,7 +344,10 @@ def help_text(settings: type[BaseSettings]) -> str:
 
 
 def _group_of(name: str, settings: type[BaseSettings]) -> str:
-    """Return the title of an option's group: the phase that added it, or its class's docstring's first line."""
+    """Return the title of an option's group in `--help`.
+
+    It names the phase that added the option, or is the first line of the docstring of the class that has it.
+    """
     definer = next(each for each in reversed(settings.__mro__) if name in inspect.get_annotations(each))
     phase = re.match(r"phase(\d+)_", definer.__module__)
     if phase is not None:
@@ -346,7 +356,10 @@ def _group_of(name: str, settings: type[BaseSettings]) -> str:
 
 
 def _default_of(field: FieldInfo) -> str:
-    """Return an option's default in brackets, unless the description has it or there is nothing to say."""
+    """Return an option's default in brackets, for `--help`.
+
+    Returns an empty text if the option has no default, or if its description names it.
+    """
     default = field.default
     if field.default_factory is not None or default in (None, "") or "default:" in (field.description or ""):
         return ""
@@ -358,7 +371,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def _value_of(field: FieldInfo) -> str:
-    """Return the placeholder of an option's value."""
+    """Return the placeholder of an option's value in `--help`, such as `N` for a whole number."""
     types = list(_plain_types(field.annotation))
     if typing.get_origin(types[0]) is typing.Literal:
         return "{" + ",".join(typing.get_args(types[0])) + "}"

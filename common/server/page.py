@@ -1,7 +1,7 @@
-"""The page at `/`: conversations with the model, or texts for it to continue, beside the engine's steps.
+"""The web page at `/`. It has conversations with the model, or texts for it to continue, beside the engine's steps.
 
-The page loads nothing from elsewhere. `chat_page/` is the page; `viewer/` draws the engine's steps, here and on the
-documentation's site.
+The page loads nothing from other servers. Its source is in `chat_page/`. The scripts in `viewer/` draw the engine's
+steps, here and on the documentation's site.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE_PARTS = ("words", "elements", "conversations", "sending", "transcript", "pa
 #: The form's default for `max_tokens`, or half of the longest request if that is less: the other half is for the
 #: conversation so far. Stories of the bundled models are shorter.
 MOST_TOKENS = 512
-TEMPERATURE = 0.8  # the form's, if the model has no sampling defaults of its own
+TEMPERATURE = 0.8  # the form's default, if the model has no sampling defaults of its own
 STARTERS = 4  # questions that the page sends at once, as many as `STARTERS` in `words.js`
 MOST_CHOICES = 4  # most conversations that begin with the same question
 
@@ -50,7 +50,7 @@ COMPLETION = {
 
 
 def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str:
-    """Return the page of an app that serves `engine`'s model under `model_name`."""
+    """Return the HTML of the page of an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("chat_page/page.html"))
     most_tokens = engine.max_seq_len - 1
     choices = conversations_per_starter(engine.config.max_batch_size, engine.config.max_waiting_requests)
@@ -81,7 +81,14 @@ def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str
 
 
 def conversations_per_starter(seats: int, most_waiting: int) -> int:
-    """Return how many conversations begin with each starter: enough to fill the seats and let some wait."""
+    """Return the number of conversations that the page begins with each of its `STARTERS` questions.
+
+    Unless a bound forbids it, all conversations together fill the batch, and two or more wait in the queue.
+
+    Args:
+        seats: places in the batch (`max_batch_size`).
+        most_waiting: length of the engine's queue, a bound on the result. `MOST_CHOICES` is another.
+    """
     wanted = -(-(seats + 2) // STARTERS)
     return max(1, min(wanted, MOST_CHOICES, most_waiting))
 

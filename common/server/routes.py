@@ -1,6 +1,6 @@
 """The routes that make text and tokens. The others are in `state_routes`.
 
-The routes that make text differ in the body they read and the wire format they write (`Route`); the rest is one
+The routes that make text differ in the body they read and the wire format they write (`Route`). They share one
 function, `generate`.
 """
 
@@ -43,10 +43,10 @@ class Route(Generic[RequestT]):
     """The differences between the routes that make text.
 
     Attributes:
-        body: the form of its body.
-        wire: returns the writer of an answer, in the route's format.
-        streams: returns whether a request wants a stream.
-        id_prefix: the beginning of its answers' ids.
+        body: the class that a request's body is validated as.
+        wire: returns the object that writes an answer in the route's format.
+        streams: returns whether a request is answered with an event stream instead of JSON.
+        id_prefix: the beginning of the ids of the route's answers.
     """
 
     body: type[RequestT]
@@ -56,7 +56,7 @@ class Route(Generic[RequestT]):
 
 
 def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request) -> bool:
-    """Return `stream` if the body has it, or else True unless `Accept` names JSON and no event stream.
+    """Return the field `stream` if the body has it, or else True unless `Accept` names JSON and no event stream.
 
     OpenAI's clients always send `stream` when they stream, and accept JSON when they do not.
     """
@@ -69,7 +69,7 @@ def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request
 
 
 def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
-    """Return `stream`, false by default: OpenAI's rule.
+    """Return the field `stream`, or False if the body leaves it out: OpenAI's rule.
 
     Raises:
         ApiError: 422, the body has `stream_options` but does not ask for a stream.
@@ -93,7 +93,7 @@ async def create_completion(request: Request) -> Response:
 
 @router.post("/openai/v1/completions")
 async def create_strict_completion(request: Request) -> Response:
-    """Complete prompts exactly as OpenAI does: JSON unless a stream is asked for, unnamed chunks, its statuses."""
+    """Complete prompts exactly as OpenAI does: JSON or, if asked to, unnamed chunks; with OpenAI's statuses."""
     return await generate(request, STRICT_COMPLETIONS)
 
 
@@ -165,7 +165,11 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
 async def take_in(
     service: Service, request: Request, route: Route[RequestT], body: bytes, arrived_s: float
 ) -> tuple[RequestT, bool, Answer]:
-    """Validate a body and submit its request. Returns the request, whether it wants a stream, and its answer."""
+    """Validate a body and submit its request.
+
+    Returns the validated request, whether it is answered with a stream, and its answer without any output yet.
+    `arrived_s` is the time by which the body had come, on `time.monotonic`'s clock.
+    """
     wanted = await service.intake.parse(body, route.body)
     streaming = route.streams(wanted, request)
     # The request's id becomes part of the answer's, unless the client chose it: answers need unique ids.

@@ -166,7 +166,7 @@ def engine_host(package: PhasePackage, options: ServerOptions, config: EngineCon
 
 
 def has_engine_process(options: ServerOptions) -> bool:
-    """Return whether the engine gets a process of its own, by `--engine-process`."""
+    """Return whether the engine gets a process of its own (`--engine-process`; `auto` depends on the cores)."""
     if options.engine_process == "auto":
         return free_cores() > CORES_OF_ONE_PROCESS
     return options.engine_process == "on"
@@ -273,7 +273,8 @@ class Server(uvicorn.Server):
 def exit_at_once(code: int) -> NoReturn:
     """End the process at once, even while the engine's thread is inside a step.
 
-    A normal exit would wait for other threads, and stop the engine's thread inside torch, which aborts.
+    A normal exit would wait for other threads. It would also stop the engine's thread inside torch, which then
+    aborts the process.
     """
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk, or closed
         logging.shutdown()

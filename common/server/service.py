@@ -30,11 +30,11 @@ class Service:
     Attributes:
         model_name: the model's name in answers.
         fingerprint: see `fingerprint_of`.
-        admission: bounds the work that requests cause beside the engine's steps.
+        admission: bounds the work that requests cause outside of the engine's steps, such as tokenizing.
         created: the time of the server's start, in seconds since 1970.
         answers: the number of HTTP answers by status and error code.
         bodies: reads request bodies.
-        backlogs: the bytes of answers that clients have not taken.
+        backlogs: counts and bounds the bytes of answers that clients have not read.
         dialect: how the model marks its thoughts and its tool calls.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: the clients that watch the engine's steps; None: the live view is off.
@@ -96,7 +96,7 @@ class Service:
 
 
 def fingerprint_of(engine: EngineFront, model_name: str) -> str:
-    """Return the `system_fingerprint` of answers: a digest of version, phase, model and number types."""
+    """Return the `system_fingerprint` of answers: a digest of version, phase, model name and dtypes."""
     model = engine.model
     version = project_version()
     named = (version, engine.phase.slug, model_name, str(model.dtype), str(model.weight_dtype))

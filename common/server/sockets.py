@@ -17,7 +17,8 @@ from common.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-#: Connections beyond the bound that still get an answer: 503, or a health route's. Further ones are closed at once.
+#: Connections beyond --max-connections that still get an answer: 503, or a health route's. Further connections are
+#: closed at once.
 SPARE_CONNECTIONS = 32
 #: Files that a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128
@@ -121,7 +122,11 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 
 
 def allow_open_files(connections: int) -> int:
-    """Raise the process's limit of open files for this many connections. Returns how many are possible."""
+    """Raise the process's limit of open files so that `connections` clients can be connected.
+
+    Returns the number of connections that the limit then allows, at most `connections`. If it is less, logs a
+    warning.
+    """
     if sys.platform == "win32":
         return connections
     import resource
@@ -153,7 +158,7 @@ class LingeringTransport(asyncio.Transport):
     socket is closed when the client closes, or a few seconds later. nginx calls this a lingering close.
 
     Args:
-        transport: the socket's.
+        transport: the socket's own transport.
         may_be_sending: returns whether bytes of the client may be on their way.
         linger_s: seconds that the client may go on sending.
     """
@@ -182,7 +187,7 @@ class LingeringTransport(asyncio.Transport):
         self._transport.resume_reading()
 
     def hurry(self, linger_s: float) -> None:
-        """Close a lingering connection `linger_s` seconds from now."""
+        """If the connection lingers, close it `linger_s` seconds from now."""
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = asyncio.get_running_loop().call_later(linger_s, self._transport.close)

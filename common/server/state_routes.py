@@ -44,7 +44,7 @@ async def list_models(service: Served) -> Response:
 @router.get("/v1/models/{model:path}")
 @router.get("/openai/v1/models/{model:path}")
 async def retrieve_model(service: Served, model: str) -> Response:
-    """Return the served model, asked for by one of its names."""
+    """Return the served model's description under the name in the path, one of its names."""
     check_model(model, service.limits)
     return json_response(model_card(service, model))
 
@@ -192,7 +192,10 @@ async def telemetry(
 async def trace(
     service: Served, seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record")
 ) -> Response:
-    """Record the engine's next steps and stream the events. A client that leaves early lacks the last `]`."""
+    """Record the engine's next steps and stream the events as a JSON list.
+
+    If the client leaves early, the list that it has lacks the final `]`.
+    """
     recording = service.recordings.open(seconds)
     return TraceStream(
         recording.pieces(),
@@ -210,13 +213,16 @@ admin_router = APIRouter(include_in_schema=False)
 
 @admin_router.post("/pause")
 async def pause(service: Served) -> Response:
-    """Compute nothing more until `POST /resume`. Answers once the tokens of the steps in flight are delivered."""
+    """Stop computing until `POST /resume`. Answers once the tokens of the steps in flight are delivered."""
     await service.worker.pause()
     return json_response({"status": "paused"})
 
 
 @admin_router.post("/resume")
 async def resume(service: Served) -> Response:
-    """Compute again, first for the requests that were running; requests that came meanwhile are in the queue."""
+    """Go on computing after `POST /pause`, first for the requests that were running.
+
+    Requests that came during the pause are in the queue.
+    """
     await service.worker.resume()
     return json_response({"status": "ok"})

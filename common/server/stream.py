@@ -61,7 +61,8 @@ class Stream(Response):
         waits: produce the next chunk only after the client has taken the last one, for live updates, where an old
             chunk is worthless.
         ping_s: seconds between pings.
-        ends: writes the stream's last events for a process that passes it on; None: a cut stream just ends.
+        ends: writes the stream's last events for a process that passes the stream on. None: the
+            stream breaks off if that process loses this one.
 
     Attributes:
         headers_of_all: headers that all streams of a class have.
@@ -155,7 +156,7 @@ class Stream(Response):
 
 
 class EventStream(Stream):
-    """A stream of server-sent events; each chunk is whole events."""
+    """A stream of server-sent events. Each chunk consists of whole events."""
 
     media_type = "text/event-stream"
     headers_of_all: ClassVar[Mapping[str, str]] = {}
@@ -163,7 +164,7 @@ class EventStream(Stream):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled if the client leaves first.
+    """Run `work` and return its result. If the client leaves first, `work` is cancelled.
 
     Raises:
         ClientDisconnect: the client left first.
@@ -187,13 +188,13 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class StreamEnds:
-    """Writes the last events of one answer's stream, and tells which of them the stream has by now."""
+    """Writes the last events of one answer's stream, and tells which of them the app has produced already."""
 
     def __init__(self, wire: WireFormat) -> None:
         self._wire = wire
 
     def write(self, error: ApiError) -> tuple[bytes, ...]:
-        """Return the event that ends each choice with this error, by index, and last the stream's own end."""
+        """Return the event that ends each choice with `error`, in order, and last the bytes that end the stream."""
         failed = StepOutput(
             "", None, "", finished=True, finish_reason=None, error=error, prompt_tokens=0, completion_tokens=0
         )

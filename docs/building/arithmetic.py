@@ -1,10 +1,10 @@
 """A line of arithmetic beside a phase's headline figure: it predicts the figure from other measured quantities.
 
 The prices of a pass come from the simulator's table, the number of sequences and columns from the engine's
-telemetry, and the headline from the clients' clocks. (The prices were fitted to the steps of many runs, these
-comparisons among them; a headline is not a step's time.) Where prediction and measurement differ by more than
-`FACTOR`, the build of the site fails. Then the arithmetic leaves out something that matters, or something else was
-measured than the page says.
+telemetry, and the headline from the clients' clocks. (The prices were fitted to the times of steps in many runs,
+including the runs of these comparisons. A headline figure is not the time of a step.) If prediction and measurement
+differ by more than `FACTOR`, the build of the site fails. Then the arithmetic leaves out something that matters, or
+something else was measured than the page says.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Prices:
     """Prices of a forward pass on the measured machine, in milliseconds (the page Simulator explains the fit).
 
     Attributes:
-        base: a pass, whatever is in it.
-        row: a sequence that decodes.
-        column: a column that such a sequence sees, and that no other sequence shares.
-        token: a token of a prompt.
-        pair: a prompt's query and a key that it sees.
+        base: for each pass, whatever it computes.
+        row: for each sequence that decodes.
+        column: for each cached token that such a sequence sees, and that no other sequence shares.
+        token: for each prompt token.
+        pair: for each pair of a prompt token's query and a key that the query sees.
     """
 
     base: float
@@ -53,11 +53,11 @@ class Prices:
     pair: float
 
     def decode_ms(self, batch: float, columns: float) -> float:
-        """Return the time of a step that decodes `batch` sequences of `columns` columns in all."""
+        """Return the time of a step that decodes `batch` sequences with `columns` cached tokens in all."""
         return self.base + self.row * batch + self.column * columns
 
     def prompt_ms(self, tokens: float, before: float = 0) -> float:
-        """Return the time that a pass spends on `tokens` tokens of a prompt after `before` others."""
+        """Return the time that a pass spends on `tokens` tokens of a prompt, after its first `before` tokens."""
         return self.token * tokens + self.pair * tokens * (before + tokens / 2)
 
 
@@ -88,7 +88,7 @@ class Server:
 
 
 def arithmetic(phase: int, results: Path = RESULTS) -> str:
-    """Return the line of arithmetic of a phase; "" if its comparison or the prices were not measured.
+    """Return the line of arithmetic for a phase's page; "" if the comparison or the prices were not measured.
 
     Raises:
         WrongPredictionError: prediction and measurement differ by more than `FACTOR`.
@@ -262,7 +262,7 @@ def _compared(
     after: str,
     line: Callable[[Server, Server, Prices], Found],
 ) -> Found:
-    """Call a line with the two servers of the newest comparison and the prices of its machine."""
+    """Return `line` of both servers in the newest comparison and of its machine's prices; None without them."""
     found = _servers(results, workload, before, after)
     return None if found is None else line(*found)
 

@@ -60,7 +60,7 @@ def attend(query: Vector, keys: Matrix, values: Matrix) -> tuple[list[float], li
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Every number of one token's way through the model."""
+    """All intermediate results of the model for one token."""
 
     embedded: Vector
     normed: Vector
@@ -78,7 +78,7 @@ class Token:
 
 
 def compute(token_id: int, cache: Sequence[Token]) -> Token:
-    """Compute the token that follows the cached ones. Only their keys and values are read."""
+    """Compute the token that follows the cached tokens. Only the keys and values of the cached tokens are read."""
     position = len(cache)
     x = EMBEDDING[token_id]
     h = norm(x)
@@ -96,7 +96,7 @@ def compute(token_id: int, cache: Sequence[Token]) -> Token:
 
 
 def computed(token_ids: Sequence[int]) -> list[Token]:
-    """Compute a text from its first token on."""
+    """Compute all tokens of a text, one after the other."""
     tokens: list[Token] = []
     for token_id in token_ids:
         tokens.append(compute(token_id, tokens))

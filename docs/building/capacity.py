@@ -1,7 +1,8 @@
-"""Capacity planning: how many sequences fit into a GPU's memory, and how fast a step of them is.
+"""Capacity planning: how many sequences fit into a GPU's memory, and how long a decode step of them takes.
 
-Memory comes from the estimate that a server makes when it starts, time from the simulator with a described device.
-The page's arithmetic stands beside both, and the build fails where they differ by more than a factor.
+Memory comes from the estimate that a server makes when it starts, time from the simulator with a device that is
+described by its data sheet. The page's arithmetic stands beside both. If a simulated step and its arithmetic differ
+by more than `arithmetic.FACTOR`, the build of the site fails.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MEMORY = 80 * GB
 DEVICE = Device(bytes_per_s=3350e9, flops=990e12)  # an H100's data sheet
 CONTEXTS = (1024, 4096, 8192, 32_768, 131_072)
 CONTEXT, ANSWER = 4096, 2048  # tokens of a simulated sequence, and how many of them are generated
-USERS = (1, 16, 64)  # and as many as fit
+USERS = (1, 16, 64)  # numbers of users in the table, which adds the largest number that fits
 SHARED = 2048  # tokens of a prefix that all prompts share
 
 _checkpoint = functools.partial(open_checkpoint, MODEL)
@@ -44,7 +45,7 @@ def estimate(sequences: int, context: int) -> MemoryEstimate:
 
 
 def most_sequences(context: int) -> int:
-    """Return how many sequences of full length fit into the memory."""
+    """Return how many sequences of `context` tokens fit into `MEMORY`, by the server's estimate."""
     few, many = 0, MEMORY // token_bytes() // context + 1
     while many - few > 1:
         middle = (few + many) // 2
@@ -58,7 +59,7 @@ def token_bytes() -> int:
 
 
 def capacity_by_hand() -> str:
-    """Return the table of the memory by hand: what, formula, result."""
+    """Return the table that computes the memory by hand: quantity, arithmetic, result."""
     shape = _checkpoint().config
     weights = weight_bytes(shape, shape.dtype)
     left, number = MEMORY - weights, shape.dtype.itemsize
@@ -74,7 +75,13 @@ def capacity_by_hand() -> str:
 
 
 def capacity_fact(name: str) -> str:
-    """Return one number of the page: users with `alone`, `shared`, `all heads`; `idle`: ms to read the weights."""
+    """Return one number for a sentence of the page.
+
+    Args:
+        name: `alone`: users of `CONTEXT` tokens that fit; `shared`: users that fit if they share `SHARED` tokens;
+            `all heads`: users that would fit if each query head had keys and values of its own; `idle`:
+            milliseconds to read the weights.
+    """
     shape = _checkpoint().config
     weights = weight_bytes(shape, shape.dtype)
     tokens = (MEMORY - weights) // token_bytes()
@@ -87,7 +94,8 @@ def capacity_fact(name: str) -> str:
 
 
 def capacity_table() -> str:
-    """Return the table of sequences by context: by division, and by the server's own estimate."""
+    """Return the table of how many sequences fit, for several context lengths: by division, and by the server's
+    estimate."""
     shape = _checkpoint().config
     free = MEMORY - weight_bytes(shape, shape.dtype)
     rows = []
@@ -109,10 +117,10 @@ def capacity_table() -> str:
 
 
 def capacity_times() -> str:
-    """Return the table of simulated times by users, each with the line of arithmetic that predicts the step.
+    """Return the table of simulated times for several numbers of users, each beside the step's time by arithmetic.
 
     Raises:
-        WrongPredictionError: arithmetic and simulation differ.
+        WrongPredictionError: arithmetic and simulation differ by more than `arithmetic.FACTOR`.
     """
     shape = _checkpoint().config
     weights = weight_bytes(shape, shape.dtype)

@@ -1,4 +1,4 @@
-"""Small charts of measured tables, drawn as part of the page so that they follow its colours."""
+"""Small charts of measured tables. They are part of the page's HTML, so that they have the page's colours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ("decode", "prefill", "idle", "sample")  # CSS classes of curves: a colo
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a chart: (x, y) in data units."""
+    """A line of a chart. `points` are (x, y) in the units of the data."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -39,15 +39,15 @@ def line_chart(
     linear: bool = False,
     results: Path = RESULTS,
 ) -> str:
-    """Draw columns of a measured table over another column; nothing without a table.
+    """Return a line chart of columns of a measured table over another column; "" if the table was not measured.
 
     Args:
-        name: the table's.
+        name: the table's name.
         x: heading of the column on the horizontal axis.
         columns: headings of the columns that are drawn as curves.
         only: draw only rows whose first cell is this; all rows if empty.
         by: heading of a column; each of its values gets a curve of its own.
-        linear: draw linear axes from 0; else both axes are logarithmic.
+        linear: whether axes are linear and begin at 0; otherwise both axes are logarithmic.
     """
     table = newest(name, results)
     if table is None:
@@ -63,11 +63,12 @@ def line_chart(
 
 
 def bar_chart(name: str, column: str, *, title: str, labels: float = 130, results: Path = RESULTS) -> str:
-    """Draw a bar for each row of a measured table that has the column; nothing without a table.
+    """Return a chart with a bar for each row of a measured table; "" if the table was not measured.
 
     Args:
-        name: the table's.
-        column: its heading. The first column has the labels.
+        name: the table's name.
+        column: heading of the column with the bars' values. Rows without a value are left out. The table's first
+            column has the labels.
         labels: width of the labels, in pixels.
     """
     table = newest(name, results)
@@ -83,13 +84,13 @@ def bar_chart(name: str, column: str, *, title: str, labels: float = 130, result
 
 
 def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
-    """Return a measured table by its name, the published one first; None: it was not measured."""
+    """Return the newest published table with a name, or the reader's own newest one; None: it was not measured."""
     found = [table for table in load_tables(results) if table.name == name]
     return min(found, key=lambda table: table.local, default=None)
 
 
 def measured_cell(name: str, column: str, *row: str | float, results: Path = RESULTS) -> str:
-    """Return one number of a measured table for a sentence, from the row whose first cells are `row`."""
+    """Return one cell of a measured table for a sentence, from the row whose first cells are `row`."""
     table = newest(name, results)
     if table is None:
         return "(not measured yet)"
@@ -98,7 +99,10 @@ def measured_cell(name: str, column: str, *row: str | float, results: Path = RES
 
 
 def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
-    """Return how much a column of a measured table grows for each unit of the first column, for a sentence."""
+    """Return how much a column of a measured table grows for each unit of the first column, for a sentence.
+
+    The growth is the mean from the table's first row to its last row.
+    """
     table = newest(name, results)
     if table is None:
         return "(not measured yet)"
@@ -109,7 +113,7 @@ def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
 
 
 def rows_at_crossing(results: Path = RESULTS) -> str:
-    """Return the number of rows at which reading a weight takes as long as multiplying with it."""
+    """Return how many rows a pass must have so that multiplying with a weight takes as long as reading it."""
     table = newest("batch_size", results)
     if table is None:
         return "(not measured yet)"
@@ -173,7 +177,7 @@ def _linear_ticks(most: float) -> list[float]:
 
 
 def _mark(x: float, y: float, kind: str) -> str:
-    """Return the mark of a point: another shape for each line."""
+    """Return the mark of a point. Its shape depends on the kind of the line."""
     match kind:
         case "decode":
             return f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'

@@ -1,4 +1,4 @@
-"""Code on pages, cut out of the tree when the site is built."""
+"""Code on pages, copied from the source files when the site is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def source(name: str) -> str:
     """Return an object's source as a code block, titled with its file and line.
 
     Args:
-        name: in full, such as `common.kv.KVPool.view`. A name that has moved fails the build.
+        name: the full name, such as `common.kv.KVPool.view`. If there is no such object, the build fails.
     """
     found = pkgutil.resolve_name(_with_colon(name))
     target = inspect.unwrap(found.fget if isinstance(found, property) else found)
@@ -34,7 +34,7 @@ def file(path: str) -> str:
 
 
 def solution(name: str) -> str:
-    """Return the solution at the end of an exercise's file, folded away."""
+    """Return the solution at the end of an exercise's file, as code in a box that is closed at first."""
     code = (EXERCISES / f"{name}.py").read_text(encoding="utf-8").partition(SOLUTION)[2].strip()
     assert code, f"{name} has no solution"
     return folded("One way to solve it", f"```python\n{code}\n```", "tip")
@@ -51,13 +51,18 @@ def exercise_command(name: str) -> str:
 
 
 def reference(*packages: str) -> str:
-    """Return the reference of all modules of packages. A name that ends in `.` leaves out subpackages."""
+    """Return the lines by which mkdocstrings writes the reference of packages, for all their modules.
+
+    Args:
+        packages: names of packages. If a name ends in `.`, its subpackages are left out.
+    """
     names = [name for package in packages for name in modules_of(package)]
     return "\n\n".join(f"::: {name}{_without_reexports(name)}" for name in names) + "\n"
 
 
 def _without_reexports(name: str) -> str:
-    """Return options that leave out names that a package only imports: the defining module has their entries."""
+    """Return mkdocstrings options that leave out names which a package only imports. Their defining modules list
+    them."""
     if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
         return ""
     return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'

@@ -1,6 +1,7 @@
-"""Sampling after one prompt by the tiny model: tokens as pieces of an interval, and the effect of filters.
+"""Sampling of the token after one prompt by the tiny model: a picture of the interval from 0 to 1, and a table.
 
-The server's own sampler chooses a token for each of many random numbers, spread evenly from 0 to 1.
+The server's own sampler chooses a token for each of many numbers, spread evenly from 0 to 1. So each token gets the
+part of the interval in which the sampler's random number would choose it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NUMBERS = 1000
 NUMBER = 0.62  # the random number in the picture
 SHOWN = 6  # tokens with a row of their own in the table
 
-#: Settings in the table, and those of them that are in the picture.
+#: The settings in the table. `PICTURED` names the settings in the picture.
 COUNTED = {
     "temperature 1": SamplingParams(),
     "temperature 0.5": SamplingParams(temperature=0.5),
@@ -41,7 +42,7 @@ PICTURED = ("temperature 1", "temperature 0.5", "top-k 3")
 
 
 class NumberedRequest(Request):
-    """A request whose next random number is given."""
+    """A request whose next random number is `number`."""
 
     number: float
 
@@ -51,7 +52,7 @@ class NumberedRequest(Request):
 
 @functools.cache
 def _logits() -> torch.Tensor:
-    """Return the scores after the prompt: [vocab]."""
+    """Return the logits after the prompt: [vocab]."""
     checkpoint = open_checkpoint(MODEL)
     device = torch.device("cpu")
     model = load_model(checkpoint, device=device, dtype=torch.float32, max_positions=256)
@@ -66,7 +67,7 @@ def _logits() -> torch.Tensor:
 
 
 def drawn(params: SamplingParams, numbers: Sequence[float]) -> list[str]:
-    """Return the token that each random number chooses after the prompt."""
+    """Return for each random number the text of the token that it chooses after the prompt."""
     requests = []
     for number in numbers:
         request = NumberedRequest("a number", [0], params)
@@ -78,12 +79,12 @@ def drawn(params: SamplingParams, numbers: Sequence[float]) -> list[str]:
 
 
 def _numbers() -> list[float]:
-    """Return the random numbers of picture and table."""
+    """Return the numbers from 0 to 1 that stand for random numbers in the picture and the table."""
     return [(place + 0.5) / NUMBERS for place in range(NUMBERS)]
 
 
 def interval_picture() -> str:
-    """Draw the interval from 0 to 1 under three settings: a piece for each token that the numbers choose."""
+    """Draw the interval from 0 to 1 under three settings. Each token that is chosen gets a part of the interval."""
     left, width, height, between = 112, 448, 30, 40
     shapes = []
     for row, name in enumerate(PICTURED):
@@ -108,7 +109,8 @@ def interval_picture() -> str:
 
 
 def filters_table() -> str:
-    """Return how often each token is chosen, by setting. All tokens but the most likely share the last row."""
+    """Return the table of how often each of the most likely tokens is chosen, by setting. All other tokens share
+    the last row."""
     counts = {name: Counter(drawn(params, _numbers())) for name, params in COUNTED.items()}
     likely = [token for token, _ in counts["temperature 1"].most_common(SHOWN)]
     rows = [

@@ -12,7 +12,7 @@ from docs.building.markdown import table
 from docs.building.results import RESULTS
 from docs.building.stories import newest_groups
 
-TOGETHER_S = 5e-5  # gaps up to this: read from the socket at once, or written right after each other
+TOGETHER_S = 5e-5  # tokens with gaps up to this were read from the socket at once, or written at once
 BEFORE, AFTER = "phase 9, pipeline-depth=0", "phase 9"
 MODELS = ("zoo:llama-tiny", "dummy:llama-60m")
 
@@ -39,7 +39,8 @@ class Gaps(NamedTuple):
 
 
 def gaps_of(model: str, results: Path = RESULTS) -> list[Gaps]:
-    """Return the gaps of each server in the comparison with one client after the other; none without results."""
+    """Return the gaps of each server in the newest comparison by the workload `baseline`, which sends one request
+    at a time; [] without results."""
     group = newest_groups("baseline", BEFORE, AFTER, results).get(model)
     if group is None:
         return []
@@ -75,10 +76,14 @@ def gaps_table(results: Path = RESULTS) -> str:
 
 
 def gaps_fact(name: str, results: Path = RESULTS) -> str:
-    """Return one number of phase 9 with the tiny model for a sentence: `p50` or `mean` in ms, `group`, `verdict`.
+    """Return one fact about phase 9 with the tiny model, for a sentence.
+
+    Args:
+        name: `p50` or `mean`: of the gaps, in ms; `group`: the mean number of tokens that arrive together;
+            `verdict`: tokens a group times the mean gap, beside the measured mean gap between groups.
 
     Raises:
-        WrongPredictionError: groups of this size at this pace do not give the measured gaps between groups.
+        WrongPredictionError: for `verdict`, if these two differ by more than `arithmetic.FACTOR`.
     """
     found = [each for each in gaps_of(MODELS[0], results) if each.label == AFTER]
     if not found:

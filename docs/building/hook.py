@@ -1,4 +1,8 @@
-"""Events of the site's build: the viewer, the stepper's traces, progress, the search, the glossary, versions."""
+"""Hooks that mkdocs calls while it builds the site.
+
+They add the viewer and the stepper's traces, log the progress, rank pages in the search, link the glossary, and
+show the switch between versions.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from docs.building import stepper, terms  # noqa: E402
 
 logger = logging.getLogger("mkdocs.hooks.progress")
 
-COURSE = "The course"  # the part of the navigation whose pages link words to the glossary
+COURSE = "The course"  # the section of the navigation whose pages link words to the glossary
 DEFINING = ("glossary.md", "metrics.md")
 RANKED_LAST = ("reference/", "ledger.md")
 LAST = 0.001  # a word in a title counts a thousand times, and the reference is full of titles
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Show the switch between versions if mike builds the site. A site of `make docs` has no other version."""
+    """Show the switch between versions if mike builds the site. A site by `make docs` has only one version."""
     if "MIKE_DOCS_VERSION" in os.environ:
         config.extra["version"] = {"provider": "mike"}
 

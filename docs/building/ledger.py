@@ -1,4 +1,4 @@
-"""The ledger: every comparison, with its pictures and with the lines in which a server loses."""
+"""The ledger: every comparison, with its pictures and with the metrics in which a server is worse than another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from docs.building.stories import pictures_of
 
 
 def ledger(results: Path = RESULTS) -> str:
-    """Return every comparison with its setup and all its lines, newest first."""
+    """Return every comparison with its setup and all its metrics, newest first, then every measured table."""
     found, tables = complete_groups(results), load_tables(results)
     if not groups(results) and not tables:
         return (
@@ -45,7 +45,7 @@ def ledger(results: Path = RESULTS) -> str:
 
 
 def _cut_short(results: Path) -> str:
-    """Name the incomplete comparisons, which no page shows."""
+    """Return a sentence that names the incomplete comparisons, which no page shows; "" if there are none."""
     named = [
         f"`{group.first.workload.name}` of {group.first.started_at[:10]} ({len(group.runs)} runs)"
         for group in groups(results)
@@ -55,7 +55,8 @@ def _cut_short(results: Path) -> str:
 
 
 def _losses(group: Together) -> str:
-    """Name the metrics in which a server is worse than the server that it is compared with."""
+    """Return a sentence for each server that names the metrics in which it is worse than the server that it is
+    compared with."""
     worse: dict[str, list[str]] = defaultdict(list)
     for line in LINES:
         values = values_of(group, line)

@@ -1,4 +1,4 @@
-"""Tables and folded parts of pages, as Markdown."""
+"""Tables and boxes that open on a click, as Markdown."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ MARKS = {"l": "---", "r": "---:", "c": ":---:"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
-    """Return a table. `align` has `l`, `r` or `c` for each column: the first left and the others right if empty."""
+    """Return a table. `align` has `l`, `r` or `c` for each column. If empty: the first left, the others right."""
     align = align or "l" + "r" * (len(head) - 1)
     lines = [head, [MARKS[each] for each in align], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def folded(title: str, text: str, kind: str = "note") -> str:
-    """Return text in a folded box. `kind` is the theme's name of a colour and a sign."""
+    """Return text in a box that opens on a click. `kind` names its colour and icon, such as `note` or `tip`."""
     return f'??? {kind} "{title}"\n\n{indented(text)}\n'
 
 
 def indented(text: str) -> str:
-    """Return text that Markdown takes as part of the line above it."""
+    """Indent text by four spaces, so that Markdown takes it as the content of the box or tab above it."""
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Tables of options, request fields, phases and workloads, read from the code that defines them."""
+"""Tables of options, request fields and workloads, read from the code that defines them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cluster_options_table() -> str:
 def fields_table(
     fields: Mapping[str, FieldInfo], head: str = "option", written: Callable[[str], str] = flag_of
 ) -> str:
-    """Return a row for each field, whose name is shown as `written` returns it."""
+    """Return a table with a row for each field. `written` turns a field's name into the name that is shown."""
     rows = [
         [f"`{written(name)}`", _default(name, field), _escape(field.description), _values(field)]
         for name, field in fields.items()
@@ -70,7 +70,8 @@ BODIES = {"completions": CompletionRequest, "chat": ChatRequest, "responses": Re
 
 
 def request_fields_table(route: str) -> str:
-    """Return a table of a route's implemented fields, without the fields that completions share with it."""
+    """Return a table of a route's implemented fields. For routes other than `completions`, it leaves out the fields
+    that all routes share."""
     body = BODIES[route]
     fields = {name: field for name, field in body.model_fields.items() if name not in lines_of(body)}
     if route != "completions":
@@ -81,7 +82,7 @@ def request_fields_table(route: str) -> str:
 
 
 def unimplemented_fields_table() -> str:
-    """Return the fields that are known and not implemented, with the values at which they are accepted."""
+    """Return the table of request fields that are known and not implemented, with the values that are accepted."""
     rows = [
         [
             f"`{name}`",
@@ -96,7 +97,7 @@ def unimplemented_fields_table() -> str:
 
 
 def workloads_table(*, chats: bool = False) -> str:
-    """Return the table of workloads. `chats`: those of a model that chats."""
+    """Return the table of workloads: those with chats if `chats`, else those with texts of given lengths."""
     rows = []
     numbers = {find_phase(name).PHASE.number for name in phase_names()}
     for workload in (CHAT_WORKLOADS if chats else WORKLOADS).values():
@@ -118,12 +119,12 @@ def workloads_table(*, chats: bool = False) -> str:
 
 
 def offered_load(workload: str) -> str:
-    """Return how many requests a workload sends for each that could be served (`benchmarks.calibrate`)."""
+    """Return a workload's load: requests sent for each request that could be served (`benchmarks.calibrate`)."""
     return f"{LOADS[workload]:g}"
 
 
 def _shows(workload: Workload, numbers: Set[int]) -> str:
-    """Return what a workload shows, and the phases that it compares if both are registered."""
+    """Return the effect that a workload shows, and the two phases that it compares, if both are installed."""
     pair = workload.phase, workload.phase - 1
     return f"{workload.shows}: {pair[0]} against {pair[1]}" if numbers >= set(pair) else workload.shows
 
@@ -137,7 +138,7 @@ def _default(name: str, field: FieldInfo) -> str:
         return "8000 + the phase's number"
     if field.is_required():
         return "required"
-    if field.default_factory is not None:  # it follows another option: the description says which
+    if field.default_factory is not None:  # the default follows another option, which the description names
         return ""
     return "" if field.default in (None, "") else f"`{_json(field.default)}`"
 

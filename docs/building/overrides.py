@@ -1,4 +1,7 @@
-"""Tables of the methods that phases override, one for each part of a phase, read from the classes."""
+"""Tables of the methods that phases override, one table each for schedulers, runners and pools.
+
+The methods are read from the classes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from docs.building.markdown import table
 
 
 def classes_of(phase: str) -> dict[str, type]:
-    """Return a phase's scheduler, runner and pool."""
+    """Return the classes of a phase's scheduler, runner and pool, by these names."""
     package = find_phase(phase)
     config = package.Config(max_seq_len=64)
     pool = package.build_engine.pool(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
@@ -20,7 +23,12 @@ def classes_of(phase: str) -> dict[str, type]:
 
 
 def overrides_table(role: str) -> str:
-    """Return a row for each method that a phase has written, with the class whose body runs in each phase."""
+    """Return a table with a row for each method that a phase defines and a column for each phase. A cell links to
+    the class whose method runs in that phase.
+
+    Args:
+        role: `scheduler`, `runner` or `pool`.
+    """
     classes = {find_phase(phase).PHASE.number: classes_of(phase)[role] for phase in phase_names()}
     named = ", ".join(f"{number} {_link(cls.__name__, cls)}" for number, cls in classes.items())
     rows = [
@@ -32,7 +40,8 @@ def overrides_table(role: str) -> str:
 
 
 def written_by_phases(cls: type) -> list[str]:
-    """Return methods and properties that this class or a phase's class above it defines, the oldest first."""
+    """Return the names of methods and properties that `cls` and its base classes in phases define, base classes
+    first."""
     owners = [owner for owner in reversed(cls.__mro__) if owner.__module__.startswith("phase")]
     found = [(name, value) for owner in owners for name, value in vars(owner).items()]
     return [
@@ -44,7 +53,7 @@ def written_by_phases(cls: type) -> list[str]:
 
 
 def owner_of(cls: type, name: str) -> type | None:
-    """Return the class whose body runs. None: there is no such method, or it is abstract."""
+    """Return the class that defines the method which runs for `cls`; None: there is none, or it is abstract."""
     owner = next((owner for owner in cls.__mro__ if name in vars(owner)), None)
     return None if owner is None or getattr(vars(owner)[name], "__isabstractmethod__", False) else owner
 

@@ -1,4 +1,4 @@
-"""The newest phase beside vLLM as bars: pictures for pages, and text for the README."""
+"""Phase 9 beside vLLM, as bars: pictures for pages, and text for the README."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = "dummy:llama-60m"  # of the start page and the README
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Medians of one workload, in output tokens a second."""
+    """Median output tokens a second of phase 9 (`ours`) and vLLM (`theirs`) in one workload."""
 
     group: Together
     ours: float
@@ -30,7 +30,7 @@ class Pair:
 
 
 def pairs(results: Path = RESULTS, model: str = MODEL) -> list[Pair]:
-    """Return a model's newest comparison of each workload on one machine, in the order of their names.
+    """Return a model's newest comparison with vLLM for each workload on one machine, sorted by workload.
 
     The machine is that of the newest comparison: tokens a second of two machines cannot stand in one chart.
     """

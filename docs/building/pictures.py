@@ -1,4 +1,4 @@
-"""SVG for pages. Classes of shapes get their colours, light and dark, from `docs/assets/style.css`."""
+"""SVG for pages. Shapes have CSS classes, whose light and dark colours are in `docs/assets/style.css`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ BAR, GAP = 16, 4  # of bars, in pixels
 
 
 class Bar(NamedTuple):
-    """A bar with a label before it and its value after it. `opens_group`: it has space above."""
+    """A bar with a label before it and its value, as `written`, after it. `kind` is its CSS class. If
+    `opens_group`, there is more space above it."""
 
     label: str
     value: float
@@ -24,8 +25,8 @@ def bars(
     """Draw horizontal bars, one below the other.
 
     Args:
-        labels: width of the column of labels.
-        most: the value of a bar of full length; the largest value if 0.
+        labels: width of the labels, in pixels.
+        most: the value that a bar of full length has; 0: the largest value.
     """
     most = most or max(bar.value for bar in shown)
     shapes = []

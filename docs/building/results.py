@@ -1,6 +1,6 @@
 """Tables of measurements, made from `benchmarks/results` when the site is built.
 
-Without results every page still builds and says how to make them.
+If there are no results, every page still builds and says how to measure them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def full_comparisons(results: Path) -> list[Together]:
 def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Together]:
     """Return for each model and machine the newest full comparison of a workload with all these servers.
 
-    The comparisons with most repeats come first, and among them those with most servers.
+    Comparisons are sorted by the number of repeats, then by the number of servers, the largest first.
     """
     kept: dict[tuple[str, str], Together] = {}
     for group in full_comparisons(results):
@@ -144,9 +144,9 @@ def peers_tables(results: Path = RESULTS) -> str:
 
 
 def chat_answers(results: Path = RESULTS) -> str:
-    """Return how long the answers of a model that chats were, and how much of the prompts was found in the cache.
+    """Return the table of the mean length of answers and the share of prompt tokens found in the cache, for chats.
 
-    Each workload's newest full comparison counts, and in it the last phase.
+    Each row has a workload of chats. Its numbers are those of the last phase in the newest published comparison.
     """
     rows = []
     for name, workload in CHAT_WORKLOADS.items():
@@ -176,7 +176,7 @@ def measured_table(name: str, results: Path = RESULTS, *, program: str | None = 
     """Return a measured table of each machine, or a sentence if nothing was measured.
 
     Args:
-        name: the table's.
+        name: the table's name.
         program: the module that measures it; `benchmarks micro NAME` if None.
     """
     found = [each for each in load_tables(results) if each.name == name]
@@ -189,7 +189,7 @@ def compared_table(group: Together, before: str, after: str) -> str:
     """Return a table of two servers, with a verdict on each metric.
 
     A metric is better or worse only if the repeats agree: all values of one server lie above all values of the
-    other. There is no verdict with fewer than three complete runs of both, because fewer say little about chance.
+    other. If either server has fewer than three complete runs, there is no verdict: the difference may be chance.
     """
     columns = {repeats[0].server.label: _complete(repeats) for repeats in columns_of(group.runs)}
     old_runs, new_runs = columns[before], columns[after]
@@ -221,7 +221,7 @@ def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]
 
 
 def _place(environment: dict[str, Any], *, local: bool) -> str:
-    """Return the machine, and whether the results are the reader's own."""
+    """Return the machine, and `measured in this checkout` if the results are the reader's own."""
     return _machine(environment) + (", measured in this checkout" if local else "")
 
 
@@ -277,7 +277,7 @@ def values_of(group: Together, line: Line) -> list[Value]:
 
 
 def group_table(group: Together, lines: Sequence[Line]) -> str:
-    """Return a table with a column for each server, and its ratio to the server before."""
+    """Return a table with a column for each server, and ratios to the server that each is compared with."""
     return table(["metric", *group.labels], _measured(group, lines, bases_of(columns_of(group.runs))))
 
 

@@ -30,7 +30,7 @@ def _rows(name: str, results: Path) -> list[Row]:
 
 
 def replayed_steps(results: Path = RESULTS) -> str:
-    """Return in how many of the replayed steps the simulated plan was the measured one, as `x of y`."""
+    """Return the number of replayed steps whose simulated plan was the measured plan, as `x of y`."""
     rows = _rows(COSTS, results)
     steps = sum(row["steps measured"] for row in rows)
     alike = sum(round(row["steps measured"] * row["planned alike"]) for row in rows)
@@ -43,7 +43,7 @@ def _off(row: Row, figure: str, kind: str = "predicted") -> float | None:
 
 
 def prediction_counts(results: Path = RESULTS) -> str:
-    """Return a table with the number of predictions within `TOLERANCE` of the measured value."""
+    """Return a table of how many predictions are within `TOLERANCE` (a relative error) of the measured value."""
     rows = _rows(PREDICTIONS, results)
     if not rows:
         return NOTHING
@@ -67,10 +67,11 @@ def prediction_counts(results: Path = RESULTS) -> str:
 
 
 def what_if_table(workload: str, requests: int, *settings: str, phase: str = "7", poisson: float = 0) -> str:
-    """Simulate a phase with other settings, and return the table.
+    """Simulate a workload on a phase with several settings. Returns a table with a row for each setting.
 
     Args:
-        settings: options as the command line has them, with commas between several.
+        settings: options as the command line has them, with commas between several options of one setting.
+        poisson: requests a second at random times; 0: the workload's own arrivals.
     """
     if not load_fits(RESULTS):
         return NOTHING

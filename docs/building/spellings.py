@@ -1,6 +1,7 @@
-"""Texts that several runs of tokens spell: chats that come back as text, and tokens that a grammar forces.
+"""Texts that more than one sequence of tokens can spell: old answers in chats, and texts that a grammar forces.
 
-Everything here is computed with the tokenizer of the tiny model, a real engine of phase 8 and real matchers.
+All numbers are computed with the tokenizer of the tiny model, an engine of phase 8 and the server's grammar
+matchers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from docs.building.markdown import table
 from phase8_prefix import Config, build_engine
 
 MODEL = "zoo:llama-tiny"
-BLOCK = 16  # tokens, the default
+BLOCK = 16  # tokens in a block of the KV cache, the default
 ODD = ("Ġcr", "ou", "r", "ite")  # the model once sampled these tokens, at temperature 0.7
 SYSTEM = "You are a kind bear. You answer with a short story about a friend, and you always tell how it ends."
 #: Questions and answers. The first two answers contain the odd word.
@@ -59,7 +60,7 @@ def encode(text: str) -> list[int]:
 
 
 def spelled(token_ids: Sequence[int]) -> str:
-    """Return tokens for a sentence, each in code font, with spaces shown."""
+    """Return the texts of tokens, each in code font, with spaces shown as ␣."""
     return " ".join(f"`{tokenizer().spelled(token_id).replace('Ġ', '␣')}`" for token_id in token_ids)
 
 
@@ -73,13 +74,17 @@ def odd_ids() -> list[int]:
 
 
 def sampled_ids(text: str) -> list[int]:
-    """Return an answer's token ids as sampled: those of its text, but for the odd word."""
+    """Return an answer's token ids as the model sampled them: the ids of the encoded text, except that the odd word
+    has the sampled ids."""
     before, word, after = text.partition(tokenizer().decode(odd_ids()))
     return encode(before) + (odd_ids() if word else []) + encode(after)
 
 
 class Turn(NamedTuple):
-    """A turn's prompt tokens, and how many of them were found in the cache: sent as text, and as token ids."""
+    """The length of a turn's prompt, and how many of its tokens were found in the cache (hits).
+
+    Both were measured twice: with the chat sent as text, and with the chat sent as token ids.
+    """
 
     text_tokens: int
     text_hits: int
@@ -89,7 +94,8 @@ class Turn(NamedTuple):
 
 @functools.cache
 def chat() -> tuple[Turn, ...]:
-    """Serve a chat of several turns twice, with old answers as text and as the token ids that were sampled."""
+    """Serve a chat of several turns twice: with old answers sent as text, and sent as the token ids that were
+    sampled."""
     options: dict[str, Any] = {"device": "cpu", "max_batch_size": 1, "max_seq_len": 512, "block_size": BLOCK}
     engine = build_engine(Config(model=MODEL, **options))
     by_text, by_ids = list(_serve(engine, as_text=True)), list(_serve(engine, as_text=False))
@@ -145,7 +151,7 @@ def retokenized_chat() -> str:
 
 
 class Run(NamedTuple):
-    """A place of the answer: the token sampled there, and the tokens that the grammar forces after it."""
+    """A sampled token of the answer (None: the answer's beginning), and the tokens that are forced after it."""
 
     sampled: int | None
     forced: tuple[int, ...]
@@ -153,7 +159,7 @@ class Run(NamedTuple):
 
 @functools.cache
 def forced_runs() -> tuple[Run, ...]:
-    """Return an answer as runs: a sampled token, then the forced ones."""
+    """Return the answer `JSON` under the grammar of `SCHEMA`, divided into sampled tokens and forced tokens."""
     checkpoint = open_checkpoint(MODEL)
     compiler = GrammarCompiler(tokenizer(), checkpoint.config.eos_token_ids)
     try:
@@ -175,12 +181,12 @@ def forced_runs() -> tuple[Run, ...]:
 
 
 def forced_answer() -> str:
-    """Return the answer's tokens, each in code font."""
+    """Return the tokens of the answer `JSON`, each in code font."""
     return spelled(encode(JSON)) + "\n"
 
 
 def forced_table() -> str:
-    """Return the answer's tokens, sampled and forced, in the order in which they come."""
+    """Return the table of each sampled token after which the grammar forces tokens, and the forced tokens."""
     rows = [
         [spelled([run.sampled]) if run.sampled is not None else "(begin)", spelled(run.forced)]
         for run in forced_runs()
@@ -190,7 +196,12 @@ def forced_table() -> str:
 
 
 def forced_fact(name: str) -> str:
-    """Return one number of the page: `tokens`, `forced`, `passes`, or `spellings` of the forced text."""
+    """Return one number for a sentence of the page.
+
+    Args:
+        name: `tokens`: of the answer; `forced`: tokens that the grammar forces; `passes`: sampled tokens, each of
+            which needs a pass; `spellings`: token sequences that spell `FORCED_TEXT`.
+    """
     runs = forced_runs()
     forced = sum(len(run.forced) for run in runs)
     sampled = sum(run.sampled is not None for run in runs)
@@ -203,7 +214,7 @@ def forced_fact(name: str) -> str:
 
 
 def spellings(text: str) -> int:
-    """Return how many runs of tokens of the vocabulary spell a text."""
+    """Return how many different sequences of tokens of the vocabulary spell a text."""
     known = tokenizer()
     vocabulary = {known.decode([token_id]) for token_id in range(known.vocab_size)} - {""}
     ways = [1] + [0] * len(text)

@@ -1,7 +1,7 @@
 """The stepper: traces of every phase for a grid of settings, made when the site is built.
 
-Schedulers, pools and the engine's step are the real ones. `simulator` stands in for the model and for time: a pass
-takes a while, and each of its tokens a little more.
+Schedulers, pools and the engine's step are the real ones. `simulator` stands in for the model and for time: each
+pass takes a fixed time, plus a time for each of its tokens.
 
 ```text
 docs/building/stepper.py    a file for each setting of each phase    assets/steps/p7-s4-b40-c16-long.js
@@ -27,10 +27,10 @@ from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 MAX_SEQ_LEN, BLOCK_SIZE = 128, 8
 SEATS, BLOCKS, CHUNKS = (2, 4, 8), (24, 40, 64), (16, 64)
 
-#: The stepper's time: a pass costs a fixed time, and each of its tokens more. Prompt and decode tokens cost alike.
+#: The times in the stepper: a pass takes a fixed time, plus the same time for each prompt token and decode token.
 COST = LinearCost(pass_base_s=0.010, token_s=0.0006, row_s=0.0006, host_step_s=0.003)
 
-ACCEPTANCE = 0.7  # of phase 10's guesses
+ACCEPTANCE = 0.7  # the probability that a guess of phase 10 is right
 
 PHASES_WITH_BLOCKS, PHASES_WITH_CHUNKS = 6, 7
 
@@ -40,11 +40,12 @@ class Story:
     """The requests of a trace.
 
     Attributes:
-        title: as the page says it.
-        clients: each request's arrival in seconds, its own prompt tokens, and the tokens it asks for.
+        title: the name that the page shows.
+        clients: for each request its arrival in seconds, the number of prompt tokens of its own, and the number of
+            tokens that it asks for.
         shared: the number of tokens that all prompts begin with.
-        turns: requests that continue the chat of an earlier request. Their arrival counts from the end of that
-            request's answer, and their prompt begins with its prompt and answer.
+        turns: for each request that continues a chat, the index of the request before it. Its arrival counts from
+            the end of that request's answer, and its prompt begins with that request's prompt and answer.
     """
 
     title: str
@@ -94,9 +95,9 @@ STORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A position of the sliders. `name` leaves out settings that the phase does not have.
+    """A position of the stepper's sliders: the phase, its sizes and the story of the requests.
 
-    `mark` follows the phase's number: "-yours" for a learner's copy (see `tutor.stepping`).
+    `mark` is put after the phase's number: "-yours" for a learner's copy (see `tutor.stepping`).
     """
 
     phase: int
@@ -108,7 +109,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name of the trace's file, by which `stepper.js` loads it."""
+        """The name of the trace's file, by which `stepper.js` loads it. Sizes that the phase lacks are left out."""
         parts = [f"p{self.phase}{self.mark}", f"s{self.seats}"]
         if self.phase >= PHASES_WITH_BLOCKS:
             parts.append(f"b{self.blocks}")
@@ -126,7 +127,7 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Return every position of the sliders, each name once."""
+    """Return every position of the sliders. Of positions with the same name, only one is returned."""
     numbers = [find_phase(name).PHASE.number for name in phase_names()]
     grid = itertools.product(numbers, SEATS, BLOCKS, CHUNKS, STORIES)
     return list({setting.name: setting for setting in itertools.starmap(Setting, grid)}.values())
@@ -144,7 +145,7 @@ def trace(setting: Setting) -> dict[str, Any]:
 
 
 def script(setting: Setting) -> str:
-    """Return a trace as a script that a page loads."""
+    """Return the trace of a setting as a script that a page loads."""
     return f"stepTraces[{setting.name!r}]={json.dumps(trace(setting), separators=(',', ':'))};\n"
 
 
@@ -162,8 +163,10 @@ def stepper(
     """Return the stepper for a page, opened at these settings.
 
     Args:
+        left, right: the phases that are shown beside each other at first.
+        story: the name of the story in `STORIES` that is shown at first.
         copies: titles of further phases, such as {"5-yours": "Continuous batching"}.
-        root: from the page to the site's root.
+        root: the relative path from the page to the site's root.
     """
     phases = [find_phase(name).PHASE for name in phase_names()]
     choices = {

@@ -1,4 +1,4 @@
-"""Measured sections of pages: one picture and one table, a tab for each model, the rest to fold; single ratios."""
+"""Measurements on pages: a figure and a table with a tab for each model, further figures, and single ratios."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BEFORE_PHASES = (
     (3, "The KV cache", "cache", "compute one token, not the whole text again"),
 )
 
-#: Of each phase: the figure and the server it is compared with, in words; then the arguments of `ratio`.
+#: For each phase the metric and the server that it is compared with, in words, then the arguments of `ratio`.
 HEADLINE_RATIOS = {
     4: ("throughput", "`generate()`", "mixed", "generate()", "phase 4", "output tokens / s"),
     5: ("first token, p99", "phase 4", "continuous_batching", "phase 4", "phase 5", "TTFT p99"),
@@ -48,9 +48,9 @@ HEADLINE_RATIOS = {
         *("output tokens / s", "zoo:llama-tiny"),
     ),
 }
-SPECULATIVE = 10  # measured without a server
+SPECULATIVE = 10  # the phase whose headline is measured without a server
 
-REPEATS = 3  # fewest runs of each server: with fewer, chance decides
+REPEATS = 3  # fewest runs of each server: with fewer, differences may be chance
 
 
 def measured_section(
@@ -62,13 +62,13 @@ def measured_section(
     results: Path = RESULTS,
     folder: Path = PLOTS,
 ) -> str:
-    """Return one picture and one table of a workload's newest comparisons of these servers, a tab for each model.
+    """Return one figure and one table of a workload's newest comparisons of these servers, a tab for each model.
 
     Args:
-        labels: the servers. Of two, the table says which metric became better or worse.
-        first: the name of the figure.
+        labels: the labels of the servers. If there are two, the table says which metrics became better or worse.
+        first: the kind of the figure, such as `stall` (`benchmarks.plots.figures`).
         chats: the workload that shows the same effect with a model that chats; "" for none.
-        root: from the page to the site's root.
+        root: the relative path from the page to the site's root.
     """
     found = _comparisons(workload, labels, chats, results)
     parts = [(group, _opening(group, labels, first, root, folder)) for group in found]
@@ -84,13 +84,13 @@ def measured_rest(
     results: Path = RESULTS,
     folder: Path = PLOTS,
 ) -> str:
-    """Return the figures and servers that `measured_section` leaves out; arguments as there."""
+    """Return the figures and servers that `measured_section` with the same arguments leaves out."""
     found = _comparisons(workload, labels, chats, results)
     return _tabs([(group, _others(group, labels, first, root, folder)) for group in found])
 
 
 def fold(title: str, caller: Callable[[], str]) -> str:
-    """Return the body of a call block, folded: `{% call fold("More") %} … {% endcall %}`."""
+    """Return the body of a call block in a box that opens on a click: `{% call fold("More") %} … {% endcall %}`."""
     return folded(title, caller())
 
 
@@ -100,7 +100,7 @@ def _comparisons(workload: str, labels: Sequence[str], chats: str, results: Path
 
 
 def _tabs(parts: Sequence[tuple[Together, str]]) -> str:
-    """Return a tab for each comparison with text; a single text as it is."""
+    """Return a tab for each comparison that has text. If only one has text, the text is returned without a tab."""
     shown = [(group, text) for group, text in parts if text]
     if len(shown) == 1:
         return shown[0][1]
@@ -108,7 +108,7 @@ def _tabs(parts: Sequence[tuple[Together, str]]) -> str:
 
 
 def headline_table() -> str:
-    """Return a row for each phase: its idea, and the figure that its page explains."""
+    """Return a table with a row for each phase: its idea, and the measured number that its page explains."""
     rows = [
         [f"[{number}: {title}](phases/{page}.md)", idea, ""] for number, title, page, idea in BEFORE_PHASES
     ]
@@ -137,7 +137,8 @@ def ratio(
     model: str = "dummy:llama-60m",
     results: Path = RESULTS,
 ) -> str:
-    """Return the ratio of a metric in the newest comparison of two servers, such as `×0.45`, for a sentence."""
+    """Return the ratio of a metric in the newest comparison of two servers, for a sentence: the value of `after`
+    divided by the value of `before`, such as `×0.45`."""
     found = dict(model_ratios(workload, before, after, line, results))
     return f"×{found[model]:.2f}" if model in found else "(not measured yet)"
 
@@ -145,11 +146,13 @@ def ratio(
 def criterion(
     *asked: tuple[str, str, str, str, str], model: str | None = None, results: Path = RESULTS
 ) -> str:
-    """Return the last two cells of a measured criterion: whether it is met, and the ratios beside their bounds.
+    """Return the last two cells of a table row about a criterion: whether the measured ratios meet it, and the
+    ratios beside their bounds.
 
     Args:
-        asked: for each figure the first arguments of `ratio`, then a bound for every model, such as `≥ 1.25`.
-        model: the one model that must keep the bounds; None: every model that was measured.
+        asked: for each ratio the arguments `workload`, `before`, `after` and `line` of `ratio`, then its bound,
+            such as `≥ 1.25`.
+        model: the one model whose ratios must keep the bounds; None: every model that was measured.
     """
     kept: list[bool] = []
     shown: list[str] = []
@@ -170,7 +173,8 @@ def cells_criterion(table: str, column: str, *asked: tuple[str, str]) -> str:
 
     Args:
         table: the table's name.
-        asked: for each cell the key of its row, as `measured_cell` takes it, and a bound.
+        column: the heading of the column.
+        asked: for each cell the first cell of its row, and a bound.
     """
     cells = [(row, measured_cell(table, column, row), bound) for row, bound in asked]
     shown = [f"{row}: {value} (asked: {bound})" for row, value, bound in cells]
@@ -178,7 +182,7 @@ def cells_criterion(table: str, column: str, *asked: tuple[str, str]) -> str:
 
 
 def _keeps(value: float, bound: str) -> bool:
-    """Return whether a value keeps a bound such as `≥ 1.25`. Both are compared as they are shown."""
+    """Return whether a value keeps a bound such as `≥ 1.25`. The value is rounded first, as it is shown."""
     sign, number = bound.split()
     return round(value, 2) >= float(number) if sign == "≥" else round(value, 2) <= float(number)
 
@@ -212,21 +216,27 @@ def newest_groups(workload: str, before: str, after: str, results: Path = RESULT
 
 
 def folded_table(name: str, title: str = "All numbers", results: Path = RESULTS) -> str:
-    """Return a measured table, folded."""
+    """Return a measured table in a box that opens on a click."""
     return folded(title, measured_table(name, results))
 
 
 def story_picture(
     workload: str, *labels: str, first: str, root: str, results: Path = RESULTS, folder: Path = PLOTS
 ) -> str:
-    """Return one figure of a workload's newest comparison of these servers."""
+    """Return one figure of a workload's newest comparison of these servers; "" if it was not drawn.
+
+    Args:
+        labels: the labels of the servers.
+        first: the kind of the figure, such as `stall`.
+        root: the relative path from the page to the site's root.
+    """
     found = chosen(workload, labels, results)[:1]
     entries = [entry for group in found for entry in _drawn(group, labels, folder)]
     return "".join(picture(entry, root) for entry in entries if entry["figure"] == first)
 
 
 def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
-    """Return all figures that were drawn of a comparison, folded; "" if there are none."""
+    """Return all figures that were drawn of a comparison, in a box that opens on a click; "" if there are none."""
     run = group.first
     same = [
         entry
@@ -239,7 +249,7 @@ def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
 
 
 def picture(entry: Entry, root: str) -> str:
-    """Return a figure, light and dark, and its caption."""
+    """Return a figure as Markdown: its light and its dark image, and its caption."""
     width, height = entry["size"]
     # The size lets the browser reserve the figure's place before the figure is loaded.
     shape = f"loading=lazy width={width} height={height}"
@@ -276,7 +286,7 @@ def _all_servers(group: Together) -> str:
 
 
 def _shown_first(entries: Sequence[Entry], first: str) -> str:
-    """Return the name of the figure to show first: a comparison without timelines has few."""
+    """Return `first` if there is a figure of this kind, else `BARS`: without timelines, few kinds are drawn."""
     return first if any(entry["figure"] == first for entry in entries) else BARS
 
 

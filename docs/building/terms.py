@@ -1,11 +1,11 @@
-"""Links the first use of a word on a page of the course to its entry in the glossary or among the metrics."""
+"""Links the first use of each term on a page of the course to its entry in the glossary or on the metrics page."""
 
 from __future__ import annotations
 
 import re
 
-#: The linked words, and their forms in texts; of two that begin alike, the longer one first. Words of everyday
-#: English ("request", "load", "view") are left out.
+#: The linked terms, and the forms that they have in texts (regular expressions). If two terms begin alike, the
+#: longer comes first. Words of everyday English ("request", "load", "view") are left out.
 FORMS = {
     "TTFT": "TTFT",
     "ITL": "ITL",
@@ -31,7 +31,7 @@ FORMS = {
     "EOS": "EOS",
     "kernel": "kernels?",
 }
-METRICS = ("TTFT", "ITL")  # defined on the page about metrics, the others in the glossary
+METRICS = ("TTFT", "ITL")  # defined on the page about metrics; all other terms are in the glossary
 
 SKIPPED = (
     *("a", "button", "code", "em", "h1", "h2", "h3", "h4"),
@@ -47,7 +47,7 @@ def anchor_of(term: str) -> str:
 
 
 def with_anchors(html: str) -> str:
-    """Return a page of definitions, each with an anchor for every word that it defines."""
+    """Return the HTML of a page of definitions, with an anchor for each term that it defines."""
 
     def anchored(entry: re.Match[str]) -> str:
         marks = "".join(f'<span id="{anchor_of(term)}"></span>' for term in entry[1].split(", "))

@@ -1,6 +1,7 @@
 """The course's three requests: when each phase serves them, by its own scheduler and pool.
 
-They are the story `three` of the stepper, on the stepper's clock, so a table and the picture above it agree.
+They are requests 1 to 3 of the stepper's story `three`, with the stepper's times, so a table and the picture above
+it agree.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from simulator import Timelines, run, simulate_engine
 
 STORY = "three"
 
-#: The three requests by their place in the story, with the stepper's letters. Request 0 is the chat's first turn.
+#: The three requests by their index in the story, with the stepper's letters. Request 0 is the chat's first turn.
 NAMES = {1: "**B**, a short question", 2: "**C**, a long document", 3: "**D**, a chat's next turn"}
 
-SEATS, BLOCKS, CHUNK = 4, 40, 16  # as the stepper opens
+SEATS, BLOCKS, CHUNK = 4, 40, 16  # the settings with which the stepper opens
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request under one phase. Times in milliseconds after the request was sent.
+    """A request's times under one phase, in milliseconds after the request was sent, and its memory.
 
     Attributes:
         waited: when the first part of its prompt was planned.
-        first: when its first token came.
-        gap: the longest time between two of its tokens.
-        finished: when its last token came.
-        held: the most tokens for which it had KV memory.
+        first: when its first token arrived.
+        gap: the longest time between two of its tokens, in milliseconds.
+        finished: when its last token arrived.
+        held: the largest number of tokens for which it had KV memory.
     """
 
     waited: int
@@ -47,7 +48,7 @@ class Served:
 
 @functools.cache
 def served(phase: int) -> dict[int, Served]:
-    """Run a phase over the story, and return its three requests by their place in the story."""
+    """Simulate the story on a phase, and return the three requests by their index in the story."""
     options = Setting(phase, SEATS, BLOCKS, CHUNK, STORY).options()
     engine = simulate_engine(phase, COST, acceptance=ACCEPTANCE, **options)
     pool = engine.runner.pool
@@ -77,7 +78,8 @@ def served(phase: int) -> dict[int, Served]:
 
 
 def three_requests(phase: int) -> str:
-    """Return the table of a phase. Where the phase before differs, a cell has both values: `before → now`."""
+    """Return the table of the three requests under a phase. If the phase before has another value, a cell has both
+    values: `before → now`."""
     now = served(phase)
     numbers = [find_phase(name).PHASE.number for name in phase_names()]
     before = served(phase - 1) if phase - 1 in numbers else now
@@ -96,7 +98,7 @@ def three_requests(phase: int) -> str:
 
 
 def three_phases() -> str:
-    """Return when each phase answers the three requests: first token and last, in milliseconds."""
+    """Return the table of each phase's times for the three requests: first token / last token, in milliseconds."""
     rows = []
     for name in phase_names():
         phase = find_phase(name).PHASE

@@ -1,4 +1,4 @@
-"""Tables and a picture of the worked example on the pages of phases 1 to 3: the text of `docs.building.by_hand`."""
+"""Tables and a picture of the worked example on the pages of phases 1 to 3, computed by `docs.building.by_hand`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from docs.building.pictures import figure, text
 
 U = 0.69  # the random number of the sampling example
 TEMPERATURES = (1.0, 0.5, 2.0)
-PROMPT, ANSWER = 100, 100  # tokens, of the count of work with and without a cache
+PROMPT, ANSWER = 100, 100  # tokens, in the example that counts work with a cache and without
 
-#: Steps of the model: name, formula, field of `Token`.
+#: The model's computations for one token: name, formula, field of `Token`.
 STEPS = (
     ("embedding", "x = row of E", "embedded"),
     ("norm", "h = x / √(mean of x²)", "normed"),
@@ -56,7 +56,7 @@ def weights_by_hand() -> str:
 
 
 def model_by_hand() -> str:
-    """Return the table of all numbers of the worked example, a row for each step of the model."""
+    """Return the table of all intermediate results of the worked example, a row for each entry of `STEPS`."""
     tokens = computed(TEXT)
     head = ["step", "formula", *(f"`{WORDS[i]}`, position {place}" for place, i in enumerate(TEXT))]
     rows = [
@@ -67,7 +67,12 @@ def model_by_hand() -> str:
 
 
 def by_hand(expression: str) -> str:
-    """Return one number or vector of the second token for a sentence: `weights`, `scores 0`, `probability 2`."""
+    """Return a result for the second token of the worked example, for a sentence.
+
+    Args:
+        expression: a field of `Token`, or `probability`, and optionally an index: `weights`, `scores 0`,
+            `probability 2`.
+    """
     token = computed(TEXT)[-1]
     name, _, index = expression.partition(" ")
     numbers = softmax(token.logits) if name == "probability" else getattr(token, name)
@@ -75,7 +80,7 @@ def by_hand(expression: str) -> str:
 
 
 def attention_picture() -> str:
-    """Draw the second token's query beside the keys, and the mean of the values on the line between them."""
+    """Draw the second token's query beside both keys, and the weighted mean of both values between them."""
     first, second = computed(TEXT)
     arrows = [
         ("q of cat", second.turned_query, "prefill"),
@@ -120,7 +125,7 @@ def attention_picture() -> str:
 
 
 def sampling_by_hand() -> str:
-    """Return the table of probabilities and running sums, by temperature, with the token that `U` falls on."""
+    """Return the table of probabilities and running sums, by temperature, with the token that `U` chooses."""
     logits = computed(TEXT)[-1].logits
     columns = [["logit", *(f"{logit:.2f}" for logit in logits), ""]]
     for temperature in TEMPERATURES:
@@ -147,7 +152,8 @@ def chosen_by(u: float, logits: Vector, temperature: float) -> int:
 
 
 def cache_by_hand() -> str:
-    """Return the table of both passes of the worked example: what each computes and reads, and the third token."""
+    """Return the table of both passes of the worked example: the keys and values that each pass computes, and the
+    tokens that it chooses."""
     kept = computed(TEXT)
     chosen = max(range(len(WORDS)), key=kept[-1].logits.__getitem__)
     longer = computed((*TEXT, chosen))
@@ -166,7 +172,7 @@ def cache_by_hand() -> str:
 
 
 def work_without_cache() -> str:
-    """Return the tokens that are computed for an answer with a cache and without, as a sentence with formulas."""
+    """Return a sentence with the number of tokens that are computed for an answer with a cache and without."""
     without = PROMPT * ANSWER + ANSWER * (ANSWER - 1) // 2
     kept = PROMPT + ANSWER - 1
     assert without == sum(range(PROMPT, PROMPT + ANSWER)), "the formula and the sum differ"

@@ -23,7 +23,9 @@ def address_of(column: int, table: Sequence[int], block_size: int) -> int:
     All blocks lie one after the other: block 0 has addresses 0 to block_size - 1, block 1 the next block_size.
 
     Args:
+        column: the index of a token in its sequence.
         table: the sequence's blocks, in the order of its columns.
+        block_size: the number of columns in a block.
     """
     raise NotImplementedError("a block, and an offset in it")
 
@@ -51,5 +53,5 @@ def test_every_column_is_where_the_pool_writes_it(block_size: int) -> None:
 
 
 def solution(column: int, table: Sequence[int], block_size: int) -> int:
-    """The block's first address, and the offset in the block."""
+    """Add the offset in the block to the block's first address."""
     return table[column // block_size] * block_size + column % block_size

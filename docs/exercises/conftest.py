@@ -1,4 +1,4 @@
-"""`--solution` judges the solution at the end of each file instead of the task at its beginning."""
+"""pytest's option `--solution`: the checks judge the solution at a file's end, not the task at its beginning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Put the last definition of each file, its solution, in the place of the first, its task."""
+    """With `--solution`, replace the first definition of each file (the task) by the last one (the solution)."""
     if config.getoption("--solution"):
         for module in {item.module for item in items}:
             own = [name for name, each in vars(module).items() if _module_of(each) == module.__name__]

@@ -14,7 +14,10 @@ from common.request import SamplingParams
 
 
 def empty_share(pool: KVPool) -> float:
-    """Return the share of the reserved columns that hold no token, 0.0 to 1.0; 0.0 if nothing is reserved."""
+    """Return the share of the reserved columns that hold no token, from 0.0 to 1.0; 0.0 if none is reserved.
+
+    A column is the memory for one token's key and value.
+    """
     raise NotImplementedError("a pool says both numbers")
 
 
@@ -39,5 +42,5 @@ def test_a_short_request_in_a_long_slot() -> None:
 
 
 def solution(pool: KVPool) -> float:
-    """Two properties of the pool."""
+    """The pool counts its used tokens and its reserved tokens."""
     return 1 - pool.used_tokens / pool.reserved_tokens if pool.reserved_tokens else 0.0

@@ -1,7 +1,7 @@
-"""Exercise: which requests get a row in the next step, when the tokens of the last two have not been read?
+"""Exercise: which requests get a row in the next step, when the tokens of the last two steps have not been read?
 
 Write `wants_row`, then run `.venv/bin/pytest docs/exercises/foreseen_ends.py`.
-The check runs it in a pipeline of up to two steps and counts rows.
+The check calls it in a pipeline with up to two steps in flight, and counts the rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ def wants_row(
     """Return whether one more token may be computed for a request that decodes.
 
     Args:
-        read: generated tokens that the host has seen.
-        on_their_way: tokens that steps in flight are choosing. Any of them may end the answer.
+        read: number of generated tokens that the host has read.
+        on_their_way: number of tokens that steps in flight are choosing. Any of them may end the answer.
         max_new_tokens: how many tokens the request may generate.
         prompt_tokens: the length of its prompt.
-        max_seq_len: columns that a sequence may have; every token but the latest takes one.
+        max_seq_len: how many tokens of a sequence fit in the KV cache. All tokens but the latest are stored there.
     """
     raise NotImplementedError("a host that reads every token would say: read < max_new_tokens")
 
@@ -28,7 +28,10 @@ def wants_row(
 
 
 def rows_computed(max_new_tokens: int, prompt_tokens: int = 5, max_seq_len: int = 100, depth: int = 2) -> int:
-    """Count the decode rows of one request, from its first token in flight until `wants_row` ends it."""
+    """Count the decode rows of one request, until `wants_row` returns False and no step is in flight.
+
+    The count begins when the first generated token is in flight. `depth` is the largest number of steps in flight.
+    """
     read, on_their_way, rows = 0, 1, 0
     for _ in range(500):
         if on_their_way == depth:
@@ -60,6 +63,6 @@ def test_no_column_past_the_longest_sequence(depth: int) -> None:
 def solution(
     read: int, on_their_way: int, max_new_tokens: int, *, prompt_tokens: int, max_seq_len: int
 ) -> bool:
-    """Tokens in flight count as if they were read. Each token is computed from the column of the token before."""
+    """Tokens in flight count as if they were read. A row stores the latest token and chooses the next one."""
     tokens = read + on_their_way
     return tokens < max_new_tokens and prompt_tokens + tokens <= max_seq_len

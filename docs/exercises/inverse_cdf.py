@@ -1,7 +1,7 @@
-"""Exercise: from scores and one number to a token.
+"""Exercise: sample a token from its scores with one random number.
 
 Write `draw`, then run `.venv/bin/pytest docs/exercises/inverse_cdf.py`.
-The check draws with it and with the server's sampler, token for token.
+The check compares its tokens with those that the server's sampler draws.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.sampling import sample
 
 
 def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | None) -> int:
-    """Return the token that a number chooses.
+    """Return the id of the token that the random number `u` chooses.
 
     Keep the `top_k` highest scores (None: all), turn them into probabilities that sum to 1, and take the first
     token at which their running sum exceeds `u`. With a `top_k`, tokens are summed from the most likely one on,
@@ -26,7 +26,7 @@ def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | Non
 
     Args:
         logits: a score for each token id.
-        u: in [0, 1).
+        u: a random number in [0, 1).
         temperature: the divisor of the scores; above 0.
     """
     raise NotImplementedError("scores, an order, exponentials, a running sum")
@@ -62,7 +62,7 @@ def solution(logits: Sequence[float], u: float, temperature: float, top_k: int |
     ids = list(range(len(logits)))
     if top_k is not None:
         ids = sorted(ids, key=lambda i: (-logits[i], i))[:top_k]
-    best = max(logits)  # the largest exponential is 1: none overflows
+    best = max(logits)  # subtracted, so that the largest exponential is 1 and none overflows
     weights = [math.exp((logits[i] - best) / temperature) for i in ids]
     total = sum(weights)
     for token_id, sum_ in zip(ids, itertools.accumulate(weights), strict=True):

@@ -1,7 +1,7 @@
-"""Exercise: an eviction policy that a long prompt, sent once, cannot flush.
+"""Exercise: an eviction policy that keeps shared blocks in the cache, even if many long prompts are sent once each.
 
 Write `KeepWhatWasHit`, then run `.venv/bin/pytest docs/exercises/keep_what_was_hit.py`.
-The check runs it on integers alone: which blocks are left after a flood of long prompts?
+The check runs it without a model, and looks which blocks are left after ten long prompts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from phase8_prefix.tree import Node, PrefixTree
 
 
 class KeepWhatWasHit(PrefixTree):
-    """Phase 8's tree, but nodes that were never hit are evicted before any node that was.
+    """Phase 8's prefix tree, but nodes that were never hit are evicted before any node that was hit.
 
-    `hold` is called with the nodes that a request found. `self._unused` has the nodes that no request uses, in the
-    order in which they are evicted. You may change that order, but a node must come after the nodes below it.
+    A node is a cached block. `hold` is called with the nodes that a request hit. `self._unused` has the nodes that
+    no request uses, in the order in which they are evicted. You may change that order, but a node must come after
+    the nodes below it.
     """
 
     def evict(self, count: int) -> list[int]:
@@ -30,7 +31,10 @@ SYSTEM = [1, 2, 3, 4]
 
 
 def serve(tree: PrefixTree, text: list[int], blocks: range) -> int:
-    """Run a request from its admission to its end. Returns the number of blocks it found."""
+    """Serve a request with the tokens `text` to its end. Returns the number of blocks that it hit.
+
+    Tokens that were not in the tree are stored in blocks from `blocks`.
+    """
     hits = tree.match(text)
     tree.hold(hits)
     path = [*hits, *tree.insert(text, blocks[len(hits) :], held=hits)]
@@ -39,7 +43,10 @@ def serve(tree: PrefixTree, text: list[int], blocks: range) -> int:
 
 
 def flooded(evict: int) -> tuple[PrefixTree, list[int]]:
-    """Serve two requests that begin alike and ten long ones that nobody sends again, then evict blocks."""
+    """Serve two requests that begin alike and ten long requests with nothing in common, then evict blocks.
+
+    Returns the tree and the evicted blocks. `evict` is the number of blocks to evict.
+    """
     tree = KeepWhatWasHit(block_size=2)
     assert serve(tree, [*SYSTEM, 5, 5], range(100, 103)) == 0
     assert serve(tree, [*SYSTEM, 6, 6], range(200, 203)) == 2

@@ -14,10 +14,11 @@ from kernels.attention_layout import AttentionLayout
 
 
 def visible(position: int, column: int, window: int | None) -> bool:
-    """Return whether the query at `position` sees `column` of its own sequence.
+    """Return whether the query of the token at `position` sees the key at `column` of its own sequence.
 
     Args:
-        window: how many columns a query sees at most, its own included; None: all that came before.
+        position, column: indices of two tokens in their sequence.
+        window: how many columns a query sees at most, its own included; None: its own and all before it.
     """
     raise NotImplementedError("your line goes here")
 
@@ -30,7 +31,7 @@ def visible(position: int, column: int, window: int | None) -> bool:
 def test_attention_sees_what_the_rule_says(start: int, queries: int, window: int | None) -> None:
     columns = start + queries
     layout = AttentionLayout(torch.tensor([[0]]), torch.arange(1), columns, (queries,), (columns,), 1)
-    # Column c's value is 1 at place c, so the output shows which columns were read.
+    # The value of column c is 1 at index c and 0 elsewhere, so the output shows which columns were read.
     q, k, v = torch.zeros(queries, 1, columns), torch.zeros(columns, 1, columns), torch.eye(columns)[:, None]
     stores = k[None].clone(), v[None].clone()
     out = attention(q, k[start:], v[start:], *stores, layout, scale=1.0, window=window)[:, 0]
@@ -43,5 +44,5 @@ def test_attention_sees_what_the_rule_says(start: int, queries: int, window: int
 
 
 def solution(position: int, column: int, window: int | None) -> bool:
-    """Causality and the window are the same comparison, made from two sides."""
+    """The column is not after the query, and less than a window before it."""
     return column <= position and (window is None or position - column < window)

@@ -1,7 +1,7 @@
 """Exercise: bound the stall that new prompts cause.
 
 Write `PromptBudget`, then run `.venv/bin/pytest docs/exercises/prompt_budget.py`.
-The check runs it on integers alone and looks at the prompts that each step would prefill.
+The check runs the scheduler without a model, and looks at the prompts that each step would prefill.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from phase5_continuous.cache import SlottedKVCache
 
 
 class PromptBudget(Scheduler):
-    """Phase 5, but one step admits at most `budget` prompt tokens; a longer prompt is admitted alone.
+    """Phase 5's scheduler, but one step admits at most `budget` prompt tokens. A longer prompt is admitted alone.
 
     Requests that decode wait while prompts are computed, so the budget bounds their wait. (A single long prompt
-    still stalls them: phase 7 cuts it into pieces.) Admission stays first come, first served: a request that does
+    still stalls them. Phase 7 cuts it into chunks.) Admission stays first come, first served: a request that does
     not fit waits for the next step, and so do all requests behind it.
 
-    `admit` seats the front of the queue with `_seat` until a call returns False: return False there to refuse.
+    `admit` calls `_seat` for the request at the front of the queue, until a call returns False. To refuse a
+    request, return False from `_seat`.
     """
 
     budget = 64
 
     def admit(self, pool: KVPool) -> None:
-        super().admit(pool)  # a step begins: none of its budget is spent
+        super().admit(pool)  # called once a step: nothing of the budget is spent yet
 
     def _seat(self, request: Request, pool: KVPool) -> bool:
         return super()._seat(request, pool)  # refuse a request that is longer than the budget left
@@ -40,7 +41,7 @@ LENGTHS = [30, 30, 30, 200, 10, 50, 5, 64, 1, 3]
 
 
 def prefills() -> list[list[int]]:
-    """Return the prompt lengths that each step prefills, with a seat for every request."""
+    """Return the prompt lengths that each step prefills, if there is a seat for every request."""
     config = phase5_continuous.Config(max_batch_size=len(LENGTHS), max_seq_len=256)
     pool = SlottedKVCache(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
     scheduler = PromptBudget(config, lambda: 0.0)

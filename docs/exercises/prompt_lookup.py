@@ -1,7 +1,7 @@
-"""Exercise: guess the next tokens by looking the last ones up in the text so far.
+"""Exercise: guess the next tokens of a text by looking up its last tokens in the text so far.
 
 Write `guesses`, then run `.venv/bin/pytest docs/exercises/prompt_lookup.py`.
-The check compares guesses with the texts that they were taken from.
+The check compares the guesses with the tokens that followed in the text before.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import pytest
 
 
 def guesses(token_ids: list[int], limit: int, shortest: int = 2, longest: int = 4) -> list[int]:
-    """Return up to `limit` guesses of the tokens that follow.
+    """Return up to `limit` guesses of the tokens that follow a text.
+
+    Look up the text's last n tokens in the text before them, for n from `longest` down to `shortest`. If they occur
+    there, the guesses are the tokens that follow their latest occurrence.
 
     Args:
-        token_ids: prompt and generated tokens.
-        limit: most guesses.
-        shortest, longest: how many last tokens are looked up. More are tried first.
+        token_ids: the text, which is the prompt and the generated tokens.
+        limit: the largest number of guesses.
+        shortest, longest: the smallest and the largest n.
 
     Returns:
-        The tokens behind the latest earlier place of the last tokens; none if they did not come before.
+        The guesses; [] if the last tokens did not occur before.
     """
     raise NotImplementedError("the last tokens are token_ids[-n:], for n from longest down to shortest")
 

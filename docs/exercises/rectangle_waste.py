@@ -1,4 +1,4 @@
-"""Exercise: what a rectangle costs.
+"""Exercise: how much work a batch wastes because it is a rectangle.
 
 Write `wasted_tokens`, then run `.venv/bin/pytest docs/exercises/rectangle_waste.py`.
 The check compares its counts with those of phase 4's telemetry for the same batch.
@@ -17,11 +17,14 @@ from common.request import SamplingParams
 
 
 def wasted_tokens(prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> tuple[int, int]:
-    """Return what phase 4 computes for nothing in one batch: (padded prompt tokens, idle rows of decode steps).
+    """Return the work that one batch of phase 4 wastes: (padding tokens of prompts, idle rows of decode steps).
+
+    Prompts are padded to the longest prompt. A row is idle from the end of its request's answer to the end of the
+    batch.
 
     Args:
-        prompt_lengths: the length of each member's prompt, in tokens.
-        new_tokens: how many tokens each member generates. The first of them comes with the prompt's pass.
+        prompt_lengths: the length of each request's prompt, in tokens.
+        new_tokens: how many tokens each request generates. The prompt's pass generates the first of them.
     """
     raise NotImplementedError("two sums")
 
@@ -54,9 +57,9 @@ def test_counts_agree_with_telemetry(engine: Engine, seed: int) -> None:
 
 
 def solution(prompt_lengths: Sequence[int], new_tokens: Sequence[int]) -> tuple[int, int]:
-    """Both kinds of waste are sums of differences to the longest member."""
+    """Both kinds of waste are sums of differences from the request with the longest prompt or answer."""
     padded = sum(max(prompt_lengths) - length for length in prompt_lengths)
     idle = sum(
         max(new_tokens) - count for count in new_tokens
-    )  # the prompt's pass drops out of the difference
+    )  # the prompt's pass generates one token for each request, which cancels out
     return padded, idle

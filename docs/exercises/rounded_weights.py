@@ -19,16 +19,17 @@ from kernels.int8 import quantize
 def quantized(row: Sequence[float], x: Sequence[float]) -> tuple[list[int], float, float]:
     """Quantize one output's weights to int8, and predict the error of their product with `x`.
 
-    Rounding moves a weight by at most half a step. If all values in between are equally likely, the mean square of
-    one weight's error is step ** 2 / 12, and the errors of different weights are uncorrelated.
+    A step is the distance between two neighbouring int8 values. Rounding changes a weight by at most half a step.
+    If all errors up to that are equally likely, the mean square of one weight's error is step ** 2 / 12, and the
+    errors of different weights are uncorrelated.
 
     Args:
         row: K weights, not all zero.
         x: K inputs.
 
     Returns:
-        The integers, from -127 to 127; the scale, so that weight = about scale * integer, and the largest weight
-        becomes 127 or -127; and the root of the mean square of the error of sum(x[k] * weight[k]).
+        The integers, from -127 to 127; the scale, by which a weight is about scale * integer, and the weight of the
+        largest magnitude becomes 127 or -127; and the predicted root mean square error of sum(x[k] * weight[k]).
     """
     raise NotImplementedError("the scale first")
 
@@ -61,7 +62,7 @@ def test_the_prediction_is_right_on_average() -> None:
         - float(row.double() @ X.double())
         for (integers, scale, _), row in zip(found, WEIGHT, strict=True)
     ]
-    # An error divided by its own prediction has a mean square of 1.
+    # If the prediction is right, the mean square of error / prediction is 1.
     ratio = math.sqrt(
         statistics.mean((error / own) ** 2 for error, (_, _, own) in zip(errors, found, strict=True))
     )

@@ -1,7 +1,7 @@
 """Exercise: let short prompts overtake long ones.
 
 Write `ShortPromptsFirst`, then run `.venv/bin/pytest docs/exercises/short_prompts_first.py`.
-The check runs it on integers alone and looks at the chunks of each step.
+The check runs the scheduler without a model, and looks at the chunks of each step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from phase7_chunked import Scheduler
 
 
 class ShortPromptsFirst(Scheduler):
-    """Phase 7, but the prompt with the fewest tokens left advances first; among equals, the oldest.
+    """Phase 7's scheduler, but the prompt with the fewest tokens left to compute advances first. Among prompts with
+    equally many, the oldest does.
 
-    `request.token_ids` has the tokens that must be in the cache; `request.prefill_progress` counts those that are.
+    `request.token_ids` has the tokens to compute. `request.prefill_progress` is the number of computed tokens.
     """
 
     def prefill_priority(self, request: Request) -> tuple[int, int]:
-        return super().prefill_priority(request)  # the request with the lowest key advances first
+        return super().prefill_priority(request)  # the request with the smallest tuple advances first
 
 
 # ---------------------------------------------------------------------- the check
@@ -31,7 +32,7 @@ class ShortPromptsFirst(Scheduler):
 LENGTHS = {"long": 300, "middle": 150, "short": 60, "late": 60}
 
 
-# The request of each chunk and its number of tokens, in the order of computation.
+# The request of each chunk and the chunk's number of tokens, in the order of computation.
 SHARED = [
     *(("short", 60), ("late", 40)),
     *(("late", 20), ("middle", 80)),
@@ -74,7 +75,7 @@ def test_the_fewest_tokens_left_go_first(max_chunks: int | None, expected: list[
 
 
 class Solution(Scheduler):
-    """Sort by the tokens left. A steady supply of short prompts keeps a long one waiting."""
+    """Sort by the tokens left. While short prompts keep arriving, a long prompt waits."""
 
     def prefill_priority(self, request: Request) -> tuple[int, int]:
         return len(request.token_ids) - request.prefill_progress, request.arrival

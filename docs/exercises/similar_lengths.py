@@ -1,7 +1,7 @@
 """Exercise: batches of similar lengths.
 
 Write `SimilarLengths`, then run `.venv/bin/pytest docs/exercises/similar_lengths.py`.
-The check runs it on integers alone: a scheduler needs no model.
+The check runs the scheduler without a model, and looks at the prompt lengths in each batch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from phase4_static.cache import StaticKVCache
 
 
 class SimilarLengths(Scheduler):
-    """Phase 4, but the oldest request is batched with the requests whose prompts are nearest to its own in length.
+    """Phase 4's scheduler, but the oldest request is batched with the requests whose prompts are nearest to its own
+    prompt in length.
 
-    `admit` of phase 4 takes the front of `self.waiting` when a batch is due, so it is enough to bring the right
-    requests to the front first. The oldest request must stay first: no request may starve.
+    `admit` of phase 4 takes requests from the front of `self.waiting` when a batch is due, so it is enough to bring
+    the right requests to the front first. The oldest request must stay first: no request may starve.
     """
 
     def admit(self, pool: KVPool) -> None:
@@ -34,7 +35,8 @@ LENGTHS = [10, 500, 12, 480, 11, 510, 9, 490]
 
 
 def batches(scheduler_class: type[phase4_static.Scheduler]) -> list[list[int]]:
-    """Return the prompt lengths of each batch that the scheduler forms of `LENGTHS`, with four seats."""
+    """Return the prompt lengths of each batch that the scheduler forms from `LENGTHS`, with at most four requests a
+    batch."""
     config = phase4_static.Config(max_batch_size=4, max_seq_len=1024, batch_wait_timeout_s=0.0)
     pool = StaticKVCache(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
     scheduler = scheduler_class(config, lambda: 0.0)
@@ -78,11 +80,11 @@ def test_who_waited_longest_goes_first() -> None:
 
 
 class Solution(Scheduler):
-    """A stable sort of all waiting requests, by their distance from the first one's length."""
+    """A stable sort of all waiting requests, by the difference in prompt length from the first request."""
 
     def admit(self, pool: KVPool) -> None:
         if self.waiting and not self.active:
             first = self.waiting[0].num_prompt_tokens
-            # The first has distance 0 and Python's sort keeps the order of equals, so it stays where it is.
+            # The first request's difference is 0. Python's sort keeps the order of equals, so it stays first.
             self.waiting = deque(sorted(self.waiting, key=lambda r: abs(r.num_prompt_tokens - first)))
         super().admit(pool)

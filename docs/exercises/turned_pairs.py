@@ -19,10 +19,10 @@ from kernels.rope import rope_reference
 
 
 def turned(vector: Sequence[float], position: int, theta: float) -> list[float]:
-    """Return a head's query or key, turned to its position.
+    """Return a head's query or key after rotary embedding: each pair of numbers is turned by an angle.
 
-    Number i is paired with number i + D/2, for i from 0 to D/2 - 1, and the pair is turned by the angle
-    position / theta ** (2 i / D): x, y become x cos - y sin, y cos + x sin.
+    Number i is paired with number i + D/2, for i from 0 to D/2 - 1. The pair (x, y) is turned by the angle
+    a = position / theta ** (2 i / D): it becomes (x cos a - y sin a, y cos a + x sin a).
 
     Args:
         vector: D numbers, D even.
@@ -61,7 +61,7 @@ def test_a_product_depends_on_the_distance_alone(moved: int) -> None:
 
 
 def solution(vector: Sequence[float], position: int, theta: float) -> list[float]:
-    """Each pair is a point in a plane, and turns at a speed of its own."""
+    """Each pair is a point in a plane. The larger i, the smaller the angle by which its pair turns."""
     half = len(vector) // 2
     result = [0.0] * len(vector)
     for i in range(half):

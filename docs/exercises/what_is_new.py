@@ -23,12 +23,12 @@ def what_is_new(token_ids: Sequence[int], held: int, most: int) -> tuple[list[in
 
     Args:
         token_ids: the text so far.
-        held: how many of its tokens the cache holds, from the first on; fewer than there are.
-        most: how many tokens a pass may compute.
+        held: how many of the text's first tokens are in the cache. At least one token is not.
+        most: the largest number of tokens that a pass may compute.
 
     Returns:
-        The tokens that the pass computes, their positions, and the row whose logits choose the next token (None
-        if the pass does not reach the text's last token).
+        The tokens that the pass computes; their positions; and the index, among these tokens, of the token whose
+        logits choose the next token (None if the pass does not reach the text's last token).
     """
     raise NotImplementedError("three slices")
 
@@ -74,7 +74,7 @@ def test_pieces_of_any_size_give_the_logits_of_the_whole(model: CausalLM, most: 
 
 
 def solution(token_ids: Sequence[int], held: int, most: int) -> tuple[list[int], list[int], int | None]:
-    """Decode has `most` = 1; a prompt without chunks has no limit. The same lines compute both."""
+    """For decoding, `most` is 1. For a prompt without chunks, there is no limit. The same lines compute both."""
     end = min(held + most, len(token_ids))
     row = end - held - 1 if end == len(token_ids) else None
     return list(token_ids[held:end]), list(range(held, end)), row

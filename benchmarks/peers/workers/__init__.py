@@ -1,5 +1,5 @@
-"""Programs that run in a peer's environment, and import nothing of this project outside this folder.
+"""Workers: programs that run in a peer's virtual environment. Of this project, they import only this folder.
 
-`ours` and `transformers` run in this project's environment, and `ours` imports the engine. `benchmarks micro
-decode_step` treats all workers alike.
+The workers `ours` and `transformers` run in this project's environment, and `ours` also imports the engine.
+`benchmarks micro decode_step` treats all workers alike.
 """

@@ -1,4 +1,4 @@
-"""Worker for llama.cpp, by its C functions. Its environment needs `llama-cpp-python` and `gguf`.
+"""Worker that runs llama.cpp by its C functions. Its environment needs `llama-cpp-python` and `gguf`.
 
 Requests are batched as llama.cpp's `llama-server` batches them: the last token of every sequence that decodes comes
 first, then as many prompt tokens as still fit.
@@ -82,7 +82,7 @@ class LlamaCpp(SteppingWorker):
             yield sequence.job, token
 
     def _fill(self) -> list[tuple[_Sequence, int]]:
-        """Build the next batch. Returns the sequences that get a token from it, each with its row of logits."""
+        """Build the next batch. Returns each sequence that gets a token from it, and the index of its logits."""
         rows: list[tuple[_Sequence, int]] = []
         batch = self._batch
         batch.n_tokens = 0
@@ -162,7 +162,7 @@ def convert(source: Path, target: Path, quantize: str) -> None:
     writer.add_vocab_size(config["vocab_size"])
     for name, kind, stored in _read(source / "model.safetensors"):
         array = stored
-        # llama.cpp's Llama rotates neighbours, Hugging Face's the two halves of a head.
+        # Rotary pairs of a Llama: neighbours (2i, 2i + 1) in llama.cpp, (i, i + d/2) in Hugging Face's format.
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = _interleaved(array, heads if "q_proj" in name else kv_heads)
         if array.ndim == 1:  # norms are kept in float32
@@ -195,7 +195,7 @@ def _widened(array: Array, kind: str) -> Array:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Return [heads * d, hidden] with the rows of each head in the order 0, d/2, 1, d/2 + 1, ..."""
+    """Return a weight [heads * d, hidden] with the rows of each head in the order 0, d/2, 1, d/2 + 1, ..."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 

@@ -11,12 +11,12 @@ import openvino_genai
 
 from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 
-BLOCK_SIZE = 32  # of its KV cache on a CPU
+BLOCK_SIZE = 32  # tokens in a block of OpenVINO's KV cache on a CPU
 PRECISION = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 class OpenVino(SteppingWorker):
-    """Keeps keys and values in the type of the computation, instead of the library's default of 8 bits."""
+    """OpenVINO GenAI's pipeline. Keys and values have the type of the computation, not the default of 8 bits."""
 
     def __init__(self, options: Options) -> None:
         scheduler = openvino_genai.SchedulerConfig()

@@ -77,7 +77,7 @@ class Worker(ABC):
 
     @abstractmethod
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
-        """Generate greedily for all prompts at once, `new_tokens` each."""
+        """Generate `new_tokens` tokens greedily for each prompt, all prompts at once. Returns the times."""
 
 
 class SteppingWorker(Worker):
@@ -85,11 +85,11 @@ class SteppingWorker(Worker):
 
     @abstractmethod
     def add(self, job: int, prompt: Sequence[int], max_tokens: int) -> None:
-        """Queue a request."""
+        """Queue a request. `job` is its number, which `step` returns with its tokens."""
 
     @abstractmethod
     def step(self) -> Iterable[tuple[int, int]]:
-        """Compute one step. Returns (job, token) for each token of the step."""
+        """Compute one step. Returns (job, token id) for each token that the step generated."""
 
     def measure(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
         first: dict[int, int] = {}
@@ -118,8 +118,13 @@ Convert = Callable[[Path, Path, str], None]  # source, target, `quantize`
 
 
 def main(make: Callable[[Options], Worker], convert: Convert | None = None) -> None:
-    """Run a worker: convert weights (`convert FROM TO QUANTIZE`), or without arguments serve orders from standard
-    input."""
+    """Run a worker. With the command line `convert FROM TO QUANTIZE`, it converts weights and ends. Without
+    arguments, it reads orders from standard input.
+
+    Args:
+        make: builds the worker from its options.
+        convert: converts a Hugging Face folder to the library's format; None: the library needs no conversion.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

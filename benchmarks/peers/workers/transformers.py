@@ -13,7 +13,8 @@ from benchmarks.peers.workers.protocol import Options, Timing, Worker, main
 
 
 class _Clock:
-    """A streamer that notes when `generate` hands out each column of tokens: the prompts, then each step's."""
+    """A streamer that notes the times at which `generate` hands out tokens: first all prompts, then in each step
+    one token of every sequence."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -25,7 +26,7 @@ class _Clock:
             self.first_tokens = values.reshape(-1).tolist()
 
     def end(self) -> None:
-        """Do nothing: the last column has been put."""
+        """Do nothing. `generate` calls this after the last step's tokens."""
 
 
 class Transformers(Worker):

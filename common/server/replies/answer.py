@@ -31,7 +31,8 @@ T = TypeVar("T")
 #: millisecond. An answer with more entries is encoded in a thread.
 LARGE_ANSWER = 512
 
-#: Number of tokens at a prompt's end that are searched for the marker that opens a thought, and white space.
+#: Number of tokens at a prompt's end that are searched for `<think>`, which opens a thought. White space may follow
+#: the marker.
 THOUGHT_TOKENS = 8
 
 
@@ -43,7 +44,8 @@ class Prompt:
         token_ids: the prompt's token ids; empty if the answer is text only.
         echo: the text that its choices begin with; empty unless the request asks for it.
         is_scored: whether the engine has scored the prompt, or has failed to.
-        scores: log-probabilities of its tokens from the second on; None: not asked for, or scoring failed.
+        scores: log-probabilities of its tokens from the second on; None: not asked for, not there yet, or scoring
+            failed.
     """
 
     token_ids: Sequence[int] = ()
@@ -60,7 +62,7 @@ class Choice:
     """One choice of an answer as it grows.
 
     Attributes:
-        index: its place among all choices: the prompt's number × n + j for a prompt's choice j.
+        index: its number among all choices of the request: the prompt's number × n + j for a prompt's choice j.
         prompt: the prompt it continues, shared with its other choices.
         is_prompts_first: whether it is its prompt's first choice. Only this choice's request scores the prompt.
         text_length: characters of its outputs so far.
@@ -78,12 +80,15 @@ class Choice:
     reader: PartsReader | None = None
 
     def add(self, output: StepOutput) -> None:
-        """Count an output of this choice."""
+        """Add an output to the choice: the length of its text, and the output as the latest."""
         self.text_length += len(output.text_delta)
         self.latest = output
 
     def parts(self, output: StepOutput) -> list[Part]:
-        """Return the parts of an output's text. Call this once for each output, in order."""
+        """Return the text of an output, cut into pieces of answer, thoughts and tool calls (`replies.parts`).
+
+        Call this once for each output, in order: text may be held back until a later output.
+        """
         if self.reader is None:
             return [TextPart(output.text_delta)] if output.text_delta else []
         parts = self.reader.add(output.text_delta)
@@ -101,7 +106,8 @@ class Answer:
     Attributes:
         created: seconds since 1970.
         fingerprint: stands for the software, the phase, the model and its number type.
-        streams: the engine's requests for the choices, in order.
+        shown: the fields that the client asked for in addition to the text.
+        streams: the engine's outputs for each choice, in the order of `choices`.
         origin: fields that each JSON object of the answer repeats, after its `id` and `object`.
         text_only: whether nothing is shown beside the text of its choices.
     """
@@ -205,7 +211,10 @@ class Answer:
 
 
 def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
-    """Return summed counts: new tokens of `choices`, prompt tokens of `prompts`. All of them must have outputs."""
+    """Return the sums of the new tokens of `choices` and of the prompt tokens of `prompts`.
+
+    `prompts` has one choice for each prompt that is counted. Each choice must have an output already.
+    """
     first = [choice.latest for choice in prompts if choice.latest is not None]
     latest = [choice.latest for choice in choices if choice.latest is not None]
     assert (len(first), len(latest)) == (len(prompts), len(choices)), (
@@ -261,10 +270,13 @@ class WireFormat(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        """Return the events of one output of a choice. Call `choice.add` with the output before."""
+        """Return the events of one output of a choice. Call `choice.add(output)` before."""
 
     def lost(self, choice: Choice, failed: StepOutput) -> bytes:
-        """Return the events that end a choice at this point if its process is lost. Leaves the writer as it is."""
+        """Return the events that end a choice with the error in `failed`, for use if this process is lost.
+
+        Call this before the stream's first event. The writer's state stays as it is.
+        """
         return self.events(choice, failed)
 
     @abstractmethod
@@ -273,14 +285,14 @@ class WireFormat(ABC):
 
     @abstractmethod
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> Mapping[str, object]:
-        """Return the JSON answer, made of all outputs of every choice."""
+        """Return the JSON answer. `said` has, for each choice in order, the list of all its outputs."""
 
 
 # ---------------------------------------------------------------------- from the engine's outputs to bytes
 
 
 async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
-    """Yield the events of every choice's outputs. Large ones are made in a thread of `encoding`."""
+    """Yield the events of every choice's outputs. Large events are made in a thread of `encoding`."""
     answer = wire.answer
     opening = wire.opening()
     if opening:
@@ -301,7 +313,7 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
 
 
 async def collect(wire: WireFormat, encoding: Lane) -> bytes:
-    """Return the JSON answer once every choice has ended. A large one is made in a thread of `encoding`.
+    """Return the encoded JSON answer once every choice has ended. A thread of `encoding` encodes large ones.
 
     Raises:
         ApiError: a choice failed, so the whole answer fails.
@@ -325,12 +337,15 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
 
 
 def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
-    """True if an output's events are too large for the event loop: a choice's first, which show a long prompt."""
+    """True if an output's events are too large to encode on the event loop.
+
+    Only a choice's first output can be: its events also show the tokens of the prompt, if asked for.
+    """
     return not answer.text_only and is_first(output) and _prompt_entries(answer, choice) > LARGE_ANSWER
 
 
 def _prompt_entries(answer: Answer, choice: Choice) -> int:
-    """Return the number of entries about the prompt (tokens, log-probabilities) in a choice's first output."""
+    """Return the number of entries (tokens, log-probabilities) about the prompt in a choice's first output."""
     shown, tokens = answer.shown, len(choice.prompt.token_ids)
     named = [shown.prompt_logprobs, shown.logprobs if shown.echo else None]
     return tokens * (shown.token_ids + sum(1 + count for count in named if count is not None))
@@ -341,7 +356,10 @@ def _entries_per_token(output: StepOutput) -> int:
 
 
 async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield each stream's number and item, as items come. Close the generator if you stop early."""
+    """Yield the items of all streams in the order in which they arrive, each with the index of its stream.
+
+    Close the generator if you stop early.
+    """
     if len(streams) == 1:  # the ordinary request: one stream needs neither a task nor a second queue
         async for only in streams[0]:
             yield 0, only

@@ -14,11 +14,13 @@ from common.server.replies.parts import PartsReader
 
 
 class End:
-    """Finds the end of an object or of a call's arguments in text that comes in pieces. Reads each character once.
+    """Finds the end of a JSON object or of a call's arguments in text that comes in pieces.
+
+    It reads each character once.
 
     Args:
         depth: number of brackets that are open already.
-        in_python: strings may have single quotes, and brackets may be round.
+        in_python: the text is Python: strings may have single quotes, and brackets may be round.
 
     Attributes:
         commas: the indices of the commas outside of all brackets but the first.
@@ -36,7 +38,7 @@ class End:
     def find(self, text: str, start: int = 0) -> int | None:
         """Return the index after the closing bracket; None if it has not come. `text[:start]` was searched before.
 
-        JSON has no `<` outside of strings, so an object ends before one.
+        JSON has no `<` outside of strings, so a JSON object that is not closed ends before a `<`.
         """
         for at in range(start, len(text)):
             character = text[at]
@@ -70,7 +72,7 @@ class _JsonReader(PartsReader):
     """Reads calls that are JSON objects with a name and arguments."""
 
     opener: ClassVar[str]
-    takes_none: ClassVar[bool]  # a call may have no arguments at all
+    takes_none: ClassVar[bool]  # whether a call may lack the field of its arguments
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -123,7 +125,7 @@ class _JsonReader(PartsReader):
         return True
 
     def _call_of(self, value: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return name and arguments of a call; None if `value` is not a call of one of the tools."""
+        """Return the name and the arguments of a call. None if `value` is not a call of one of the tools."""
         if not isinstance(value, dict) or value.get("name") not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters"))
@@ -153,7 +155,7 @@ class _JsonReader(PartsReader):
         return True
 
     def _close(self) -> bool:
-        """State after a call's object."""
+        """State after a call's object: look for the next call, or return to answer text."""
         raise NotImplementedError
 
 
@@ -167,7 +169,10 @@ class HermesReader(_JsonReader):
         return self._open()
 
     def _close(self) -> bool:
-        """Skip the text before the next marker, and a closing marker, too. Returns False if none has come."""
+        """State after a call's object: skip the text up to the next marker, and the marker if it is a closing one.
+
+        Returns False if no marker has come.
+        """
         at = [found for marker in HERMES_MARKERS if (found := self._held.find(marker)) >= 0]
         if not at:
             _, self._held = self._split(*HERMES_MARKERS)
@@ -247,7 +252,10 @@ class PythonReader(PartsReader):
         return False
 
     def _name(self, begin: int) -> bool:
-        """Look for a tool's name and a bracket after the separator `self._held[:begin]`."""
+        """Look for a tool's name and an opening bracket from `self._held[begin]` on, and set the next state.
+
+        Returns False if the held text may still become a name with a bracket.
+        """
         name = self._NAME.match(self._held, begin)
         if name is not None and name[1] in self._names:
             self._before, self._held = self._held[: name.end()], self._held[name.end() :]
@@ -275,7 +283,10 @@ class PythonReader(PartsReader):
         return True
 
     def _values(self, end: int) -> dict[str, Any] | None:
-        """Return the values of the arguments `self._held[:end]` by name; None if an argument has another form."""
+        """Return the values of the arguments in `self._held[:end]` by name.
+
+        Returns None if an argument has another form than `name=value` or `**{"name": value}`.
+        """
         cuts = [-1, *self._end.commas, end]
         arguments = [self._held[begin + 1 : at] for begin, at in itertools.pairwise(cuts)]
         return _named_values([each for each in arguments if each.strip()])
@@ -344,7 +355,7 @@ def new_reader(
     """Return a reader of one choice's text, or None if all of the text is the answer.
 
     Args:
-        dialect: the model's.
+        dialect: how the model marks thoughts and calls.
         names: names of the tools that may be called; empty: calls are not looked for.
         thinking: the prompt ends within a thought (`common.dialect.opens_thought`).
     """

@@ -101,7 +101,7 @@ def _chat_chunk(choice: Choice, delta: Delta, *, logprobs: ChatLogprobs | None =
 
 
 def _deltas(choice: Choice, output: StepOutput) -> list[Delta]:
-    """Return the parts of an output, in OpenAI's form."""
+    """Return the text of an output as OpenAI's `delta` objects, one for each piece of answer, thought or call."""
     if choice.reader is None:
         return [{"content": output.text_delta}]
     return [_delta(part) for part in choice.parts(output)]

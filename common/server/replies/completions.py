@@ -1,4 +1,4 @@
-"""The wire formats of completions: the phases' named events, and OpenAI's plain chunks (see `formats`)."""
+"""The wire formats of completions: this server's named events, and OpenAI's unnamed chunks (see `formats`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from common.server.replies.shapes import (
 
 
 class NamedCompletionEvents(Chunks):
-    """Named events that are OpenAI chunks: the phases' own stream."""
+    """The wire format of `/v1/completions`: named events whose `data`, except an error's, are OpenAI chunks."""
 
     last = b""
 
@@ -95,7 +95,7 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 
 
 def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
-    """Return the JSON answer."""
+    """Return the JSON answer. `said` has, for each choice in order, the list of all its outputs."""
     return {
         "id": answer.id,
         "object": "text_completion",

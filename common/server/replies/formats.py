@@ -19,9 +19,9 @@ OpenAI's own streams, which strict tools want, are unnamed chunks. A choice that
 
 ```text
 data: {… "delta": {"role": "assistant", "content": ""} …}      chat only: first of each choice
-data: {…}            one for each sampled token, unless text is held back (it may become a tool call): then it comes
-                     with a later one. The one with a finish_reason has a choice's last text
-data: {…}            only with stream_options.include_usage: no choices, and the usage of all together
+data: {…}            one for each sampled token. Text that may become a tool call is held back, and comes with a
+                     later chunk. The chunk with a finish_reason has a choice's last text
+data: {…}            only with stream_options.include_usage: no choices, and the usage of all choices together
 data: [DONE]
 ```
 """
@@ -51,7 +51,7 @@ ChoiceT = TypeVar("ChoiceT")
 
 DONE = b"data: [DONE]\n\n"
 
-#: OpenAI's word for each of the engine's reasons.
+#: OpenAI's `finish_reason` for each of the engine's.
 OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
     "eos": "stop",
     "stop": "stop",
@@ -61,11 +61,11 @@ OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
 
 
 class Chunks(WireFormat):
-    """Streams whose chunks may have a usage.
+    """Base class of the streams whose chunks may have a `usage` (token counts).
 
     Args:
         answer: the answer.
-        wanted: its request, whose `stream_options` say which chunks have the usage.
+        wanted: the answer's request, whose `stream_options` say which chunks have a usage.
     """
 
     def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
@@ -76,13 +76,13 @@ class Chunks(WireFormat):
 
 
 class PlainChunks(Chunks, Generic[ChoiceT]):
-    """OpenAI's own streams: the part that completions and chat share."""
+    """Base class of OpenAI's own streams, for completions and for chat: unnamed chunks, then `[DONE]`."""
 
     last = DONE
 
     @abstractmethod
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChoiceT]:
-        """Yield the choice object of each chunk of one output."""
+        """Yield one choice object for each chunk that an output needs."""
 
     @abstractmethod
     def chunk(self, choices: list[ChoiceT]) -> CompletionChunk | ChatCompletionChunk:
@@ -113,7 +113,7 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
 
 
 def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, object]) -> ErrorEvent:
-    """Return the object that ends a choice which failed.
+    """Return the `data` of the event that ends a choice which failed.
 
     Args:
         answer: the choice's answer.
@@ -145,7 +145,7 @@ def show_prompt(fields: PromptTokens, answer: Answer, prompt: Prompt) -> None:
 
 
 def joined_text(said: Sequence[StepOutput]) -> str:
-    """Return the text of a choice's outputs."""
+    """Return the joined text of a choice's outputs."""
     return "".join(output.text_delta for output in said)
 
 

@@ -25,7 +25,9 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 def completion_logprobs(
     answer: Answer, choice: Choice, said: Sequence[StepOutput], offset: int
 ) -> Logprobs | None:
-    """Return the log-probabilities of the tokens of some outputs, and of an echoed prompt; None if not asked for.
+    """Return the log-probabilities of the tokens of some outputs; None if not asked for.
+
+    If the prompt is echoed, the log-probabilities of a choice's first output begin with the prompt's tokens.
 
     Args:
         answer: the choice's answer.
@@ -72,14 +74,17 @@ def _add_token(
 
 
 def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
-    """Leave out top tokens beyond `count`: another field of the request may have asked for more."""
+    """Return a token's log-probabilities with at most `count` top tokens.
+
+    The engine reports more if another field of the request asks for more.
+    """
     return TokenLogprobs(logprobs.logprob, logprobs.top[:count])
 
 
 def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
-    """Return log-probabilities by token text, the likeliest first, then the sampled token if it is not among them.
+    """Return log-probabilities by token text: the likeliest tokens first, then `sampled` if it is not among them.
 
-    Several tokens may read the same (parts of characters do). The likeliest of them is kept.
+    Several tokens may have the same text (parts of characters do). The likeliest of them is kept.
     """
     top: dict[str, float] = {}
     for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
@@ -88,7 +93,10 @@ def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[st
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, count: int) -> PromptLogprobs | None:
-    """Return a prompt's log-probabilities as encoded JSON, once for all its choices; None if not scored."""
+    """Return the field `prompt_logprobs`, already encoded as JSON; None if the prompt was not scored.
+
+    It is encoded once for all choices of the prompt. `count`: number of top tokens for each prompt token.
+    """
     if prompt.scores is None:
         return None
     if prompt.logprobs_json is None:
@@ -118,7 +126,7 @@ def _prompt_logprob_entries(
 
 
 def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogprobs | None:
-    """Return the log-probabilities of the tokens of some outputs; None if not asked for."""
+    """Return the field `logprobs` of chat for the tokens of some outputs; None if not asked for."""
     content: ChatLogprobs = {
         "content": [
             {
@@ -134,7 +142,7 @@ def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogpr
 
 
 def response_logprobs(tokenizer: Tokenizer, output: StepOutput) -> list[ChatTokenLogprobs]:
-    """Return the log-probabilities of an output's token: one entry, or none if not asked for."""
+    """Return the log-probabilities of an output's token as a list with one entry; empty if not asked for."""
     logprobs = chat_logprobs(tokenizer, [output])
     content = [] if logprobs is None else logprobs["content"]
     for each in (*content, *(top for entry in content for top in entry["top_logprobs"])):

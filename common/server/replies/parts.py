@@ -29,7 +29,7 @@ from common.dialect import THOUGHT_MARKERS
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A piece of the answer."""
+    """A piece of the answer's text."""
 
     text: str
 
@@ -165,7 +165,7 @@ class PartsReader:
         return False
 
     def _say(self, text: str) -> None:
-        """Add answer text. White space after a call is left out."""
+        """Add `text` to the parts as answer text. White space after a call is left out."""
         if self._behind_call:
             text = text.lstrip()
         if text:
@@ -173,7 +173,10 @@ class PartsReader:
             self._behind_call = False
 
     def _split(self, *markers: str) -> tuple[str, str]:
-        """Split the held text before a possible marker, and white space before it. `finish` holds nothing back."""
+        """Split the held text into text that is certain and an end that may become a marker.
+
+        White space before such an end belongs to the end. After `finish`, all of the text is certain.
+        """
         text = self._held
         if self._final:
             return text, ""

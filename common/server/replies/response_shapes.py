@@ -28,7 +28,7 @@ class ReasoningText(TypedDict):
 
 
 class Item(TypedDict):
-    """Fields of every item."""
+    """Fields of every item of a response's output."""
 
     id: str
     status: Status
@@ -114,7 +114,7 @@ class Settings(TypedDict):
 
 
 class ResponseObject(Settings):
-    """The JSON answer."""
+    """The JSON answer of `/v1/responses`."""
 
     id: str
     object: Literal["response"]

@@ -37,7 +37,7 @@ from common.server.replies.response_shapes import (
 from common.server.replies.shapes import ChatTokenLogprobs, event
 from common.server.requests.responses import ResponsesRequest
 
-#: `sequence_number` of the first event that `lost` returns. It is higher than that of any event sent before.
+#: `sequence_number` of the first event that `lost` returns. Every event that was sent before has a lower one.
 AFTER_ALL = 2**31
 
 #: The middle of the names of an item's `delta` and `done` events, for each type of item.
@@ -54,7 +54,7 @@ class ResponseEvents(WireFormat):
 
     Args:
         answer: the answer, which has one choice.
-        wanted: its request, whose settings the response repeats.
+        wanted: the answer's request, whose settings the response repeats.
     """
 
     last = b""
@@ -130,7 +130,7 @@ class ResponseEvents(WireFormat):
         return bool(self._output) and self._output[-1]["type"] == kind
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[ResponseEvent]:
-        """End the item in progress, and begin another."""
+        """End the item in progress, and begin an item of type `kind`. Yields the events of both."""
         yield from self._finish("completed")
         number = f"{self.answer.id.removeprefix('resp_')}_{len(self._output)}"
         self._output.append(
@@ -141,13 +141,13 @@ class ResponseEvents(WireFormat):
             yield self._event("response.content_part.added", **self._place, part=_part(kind, ""))
 
     def _piece(self, text: str, **fields: Any) -> ResponseEvent:
-        """Return the event of a piece of text of the item in progress."""
+        """Add a piece of text to the item in progress, and return the `delta` event of that piece."""
         self._pieces.append(text)
         name: Any = f"response.{GROWS_BY[self._output[-1]['type']]}.delta"
         return self._event(name, **self._place, delta=text, **fields)
 
     def _finish(self, status: Status) -> Iterator[ResponseEvent]:
-        """End the item in progress, if there is one."""
+        """End the item in progress with this status, if there is one. Yields the events of its end."""
         if not self._output or self._output[-1]["status"] != "in_progress":
             return
         item, text, self._pieces = self._output[-1], "".join(self._pieces), []
@@ -170,7 +170,7 @@ class ResponseEvents(WireFormat):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """The fields that say where an event of the item in progress belongs."""
+        """Fields of an event about the item in progress: the item's id and index, and the index of its content."""
         item = self._output[-1]
         place = {"item_id": item["id"], "output_index": self._index}
         return place | {"content_index": 0} if "content" in item else place
@@ -234,7 +234,7 @@ class ResponseEvents(WireFormat):
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    """Return the only part of a message or of a reasoning item."""
+    """Return the content part of a message or of a reasoning item. Each of these items has one."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -44,7 +44,7 @@ class ErrorResponse(TypedDict):
 
 
 class ErrorEvent(ErrorResponse):
-    """The `data` of the event that ends a choice which failed. `choices` names it if the answer has several."""
+    """The `data` of the event that ends a choice which failed. `choices` names that choice if there are several."""
 
     choices: NotRequired[list[Mapping[str, object]]]
 
@@ -63,7 +63,7 @@ class Origin(TypedDict):
 
 
 class Header(Origin):
-    """Fields that every object of an answer has."""
+    """Fields of an answer's JSON object, and of each chunk of a stream."""
 
     id: str
 
@@ -143,7 +143,10 @@ class PromptTokens(TypedDict):
 
 
 class ShownTokens(AnswerTokens, PromptTokens):
-    """A completion's choice has both kinds of fields. Chat has the fields about the prompt beside its choices."""
+    """Fields about the answer's tokens and the prompt's, in a completion's choice.
+
+    Chat has the fields about the prompt beside its choices, not in them.
+    """
 
 
 class CompletionChoice(ShownTokens):
@@ -165,14 +168,14 @@ class TextHeader(Header):
 
 
 class PlainCompletion(TextHeader):
-    """The JSON answer."""
+    """The JSON answer of completions in OpenAI's form."""
 
     choices: list[CompletionChoice]
     usage: Usage
 
 
 class Completion(PlainCompletion):
-    """The JSON answer. A stream's events hold the same objects in pieces."""
+    """The JSON answer of `/v1/completions`: OpenAI's, with the engine's own finish reason."""
 
     finish_reason: Annotated[
         Literal["eos", "stop", "length", "cancelled"], Field(description="the engine's reason of choice 0")
@@ -194,7 +197,7 @@ class CompletionChunk(TextChunk):
 
 
 class CompletionEvent(TextChunk):
-    """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk, and more."""
+    """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk with further fields."""
 
     token: NotRequired[Annotated[str, Field(description="`token`: the text that this token let out")]]
     token_id: NotRequired[Annotated[int | None, Field(description="`token`")]]
@@ -257,7 +260,7 @@ class ChatChoice(AnswerTokens):
 
 
 class ChatCompletion(Header, PromptTokens):
-    """The JSON answer."""
+    """The JSON answer of chat."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -270,7 +273,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """The beginning of a call, with `id`, `type` and name, or a piece of its arguments."""
+    """The beginning of a tool call, with `id`, `type` and name, or a piece of the call's arguments."""
 
     index: int
     id: NotRequired[str]
@@ -293,7 +296,7 @@ class ChatChunkChoice(AnswerTokens):
 
 
 class ChatCompletionChunk(Header, PromptTokens):
-    """The `data` of a stream's event."""
+    """The `data` of an event in a stream of chat."""
 
     object: Literal["chat.completion.chunk"]
     choices: Annotated[

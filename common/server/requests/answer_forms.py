@@ -21,7 +21,7 @@ JsonSchema = Annotated[
 
 
 class JsonSchemaFormat(BaseModel):
-    """OpenAI's envelope of a JSON Schema. `name` and `description` are labels: the model is not told of them."""
+    """OpenAI's object around a JSON Schema. `name` and `description` are labels: the model is not told of them."""
 
     model_config = BODY
 
@@ -32,7 +32,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's field for JSON answers."""
+    """OpenAI's field `response_format`: the answer is any text, a JSON object, or JSON that follows a schema."""
 
     model_config = BODY
 
@@ -41,13 +41,13 @@ class ResponseFormat(BaseModel):
 
     @property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        """The request's field that asks for a form, and its grammar; None: any text."""
+        """The path of the field that restricts the answer, and the grammar it asks for; None: any text."""
         if self.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema_)
         return ("response_format", Grammar.json_object()) if self.type == "json_object" else None
 
     def check(self) -> None:
-        """Raise ApiError for a type without its schema, or a schema without its type."""
+        """Raise ApiError (422) if type `json_schema` has no schema, or another type has one."""
         if (self.type == "json_schema") is not (self.json_schema is not None):
             raise refused(
                 "response_format", "json_schema and type 'json_schema' go together; send both or neither"
@@ -80,12 +80,12 @@ class StructuredOutputs(VllmStructuredFields):
 
     @property
     def named_grammar(self) -> tuple[str, Grammar]:
-        """The request's field that asks for a form, and its grammar."""
+        """The path of the field that restricts the answer, and the grammar it asks for."""
         ((field, value),) = self._given.items()  # one: see `check`
         return f"structured_outputs.{field}", _GRAMMARS[field](value)
 
     def check(self) -> None:
-        """Raise ApiError unless exactly one form is given."""
+        """Raise ApiError (422) unless exactly one of the fields json, regex, choice and grammar is given."""
         if len(self._given) != 1:
             raise refused(
                 "structured_outputs", f"send one of json, regex, choice, grammar, not {len(self._given)}"

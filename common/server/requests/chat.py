@@ -26,7 +26,7 @@ EFFORT = "how much the model reasons before it answers, if its template has the 
 
 
 class TemplateOptions(TemplateFields):
-    """Fields that say how a conversation becomes a text."""
+    """Fields that say how a conversation becomes the text of a prompt (by the model's chat template)."""
 
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -49,15 +49,15 @@ class TemplateOptions(TemplateFields):
 
     @cached_property
     def told_functions(self) -> tuple[Function, ...]:
-        """The functions among `tools`. Raises ApiError: see `functions_of`."""
+        """The functions in the field `tools`. Raises ApiError as `functions_of` does."""
         return functions_of(self.tools or ())
 
     def render(self, messages: Sequence[ChatMessage], dialect: Dialect, functions: Sequence[Function]) -> str:
         """Return the conversation as the text that the model reads, with descriptions of `functions`.
 
         Raises:
-            InvalidRequestError: the model has no template, or its template does not take these messages or the
-                effort, or the dialect has no tools.
+            InvalidRequestError: the model has no chat template; the template does not take these messages, or has
+                no variable for the effort; or there are functions, and the server finds no tool calls in answers.
         """
         template = dialect.template
         if template is None:
@@ -95,7 +95,7 @@ class TemplateOptions(TemplateFields):
         return not self.continue_final_message if given is None else given
 
     def check_messages(self, messages: Sequence[ChatMessage]) -> None:
-        """Refuse messages that use features not implemented, and fields that contradict each other.
+        """Refuse messages with features that are not implemented, and fields that contradict each other.
 
         Raises:
             ApiError: 422.
@@ -114,7 +114,7 @@ class TemplateOptions(TemplateFields):
 
 
 def require_tools(dialect: Dialect) -> None:
-    """Raise InvalidRequestError if a dialect has no tool calls."""
+    """Raise InvalidRequestError if the dialect has no syntax for tool calls, so that none are found in answers."""
     if dialect.calls is None:
         raise InvalidRequestError(
             "tools: this server finds no tool calls in answers (it runs with --tool-call-parser none); "

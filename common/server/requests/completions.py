@@ -15,7 +15,7 @@ from common.server.requests.known_fields import OpenAICompletionFields, VllmComp
 
 DEFAULT_MAX_TOKENS = 128
 
-#: The tag of a list, by the type of its first item.
+#: The tag of a prompt that is a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {
     int: "as tokens",
     float: "as tokens",
@@ -26,7 +26,10 @@ _LIST_FORMS: dict[type, str] = {
 
 
 def _prompt_form(prompt: Any) -> str | None:
-    """Return the tag of a prompt's type, or None. Without tags, pydantic would report each token once per type."""
+    """Return the tag for the type of a prompt's value; None: no type fits.
+
+    Without tags, pydantic would try all types, and report each bad token id once for each type.
+    """
     if type(prompt) is str:
         return "as text"
     if type(prompt) is not list:

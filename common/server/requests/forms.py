@@ -1,6 +1,7 @@
-"""Fields that take values of several forms. The form of a value decides which type it is validated as.
+"""Fields whose value may have one of several types, such as a text or a list.
 
-Otherwise pydantic would try all types, and an error would name each of them.
+A discriminator chooses the type that a value is validated as. Otherwise pydantic would try all types, and an error
+would name each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from common.server.errors import shorten
 
 
 class Other(BaseModel):
-    """An item, a part or a tool of another type, such as an image. `refuse_other` refuses it by its type's name."""
+    """An item, a part or a tool of a type that is not implemented, such as an image.
+
+    Validation accepts it, so that `refuse_other` can refuse it with an error that names its type.
+    """
 
     type: str
 
@@ -26,7 +30,7 @@ def by_type(forms: Mapping[type, str], error: str, expected: str) -> Discriminat
     Args:
         forms: the tag of each type.
         error: pydantic's error type for a value of another type.
-        expected: the values that are taken, for that error's message.
+        expected: the types that are accepted, for that error's message.
     """
     return Discriminator(
         lambda value: forms.get(type(value)),
@@ -39,9 +43,9 @@ def by_kind(known: Mapping[str, str], default: str | None = None) -> Discriminat
     """Return a discriminator that tags an object by its field `type`.
 
     Args:
-        known: the tag of each type; other types have the tag "as another". A value without a type gets the first
-            tag, so its errors are those of the first type.
-        default: the type of an object without the field.
+        known: the tag of each type. An object of another type gets the tag "as another". A value without a type
+            gets the first tag, so its errors are those of the first type.
+        default: the type that an object has if it lacks the field `type`; None: it has no type.
     """
 
     def form(value: Any) -> str:
@@ -52,12 +56,12 @@ def by_kind(known: Mapping[str, str], default: str | None = None) -> Discriminat
 
 
 def refuse_other(name: str, value: object, rule: str) -> None:
-    """Refuse a value of a type that is not implemented (`Other`).
+    """Refuse a value whose type is not implemented, which validation has made an `Other`.
 
     Args:
-        name: the value's place in the body.
+        name: the path of the value in the body, such as `tools[0]`.
         value: a validated value.
-        rule: the values that are taken instead.
+        rule: the types that are accepted instead, for the error's message.
 
     Raises:
         ApiError: 422.
@@ -67,13 +71,19 @@ def refuse_other(name: str, value: object, rule: str) -> None:
 
 
 def refuse_other_parts(name: str, content: Any, rule: str) -> None:
-    """Refuse a content with parts that are not text. See `refuse_other`."""
+    """Refuse a message's content if one of its parts is not text.
+
+    `name` is the path of the content in the body. See `refuse_other` for `rule` and the error.
+    """
     for number, part in enumerate(content or ()):
         refuse_other(f"{name}[{number}]", part, rule)
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a validated content: a text, parts (a line each), or None (no text)."""
+    """Return the text of a message's validated content.
+
+    The content is a text, a list of parts (their texts are joined with line ends), or None (an empty text).
+    """
     return (
         content or "" if content is None or isinstance(content, str) else "\n".join(p.text for p in content)
     )

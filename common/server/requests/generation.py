@@ -1,4 +1,4 @@
-"""The fields that the bodies of completions and of chat share (`GenerationRequest`)."""
+"""The fields that the bodies of completions, chat and responses share (`GenerationRequest`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 
 
 def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return `metadata` unchanged. PydanticCustomError: a name is too long, or a value is too long or no text."""
+    """Return `metadata` unchanged.
+
+    Raises:
+        PydanticCustomError: a name is too long, or a value is too long or no text.
+    """
     if any(len(name) > 64 or type(text) is not str or len(text) > 512 for name, text in metadata.items()):
         raise PydanticCustomError(
             "metadata", "names have up to 64 characters, and values are texts of up to 512 characters"
@@ -48,8 +52,9 @@ class Shown:
 
     Attributes:
         echo: the text begins with the prompt.
-        logprobs: number of the most likely tokens beside an echoed token; None: no log-probabilities.
-        prompt_logprobs: the same for each prompt token in the field `prompt_logprobs`.
+        logprobs: number of most likely tokens that are shown with an echoed token; None: no log-probabilities.
+        prompt_logprobs: number of most likely tokens that the field `prompt_logprobs` shows for each prompt token;
+            None: the answer lacks that field.
         token_ids: the token ids of prompt and answer are shown.
         prompt_only: the answer has no tokens of its own.
     """
@@ -88,7 +93,7 @@ class GenerationRequest(Body, VllmFields):
     model: str | None = Field(
         default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
     )
-    # Without a value, these five are the model's: `Engine.default_params`.
+    # If one of these five is null, the model's own default applies: `Engine.default_params`.
     temperature: float | None = Field(
         default=None, ge=0.0, description="0 is greedy; default: the model's, or 1"
     )
@@ -189,14 +194,14 @@ class GenerationRequest(Body, VllmFields):
         json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     )
 
-    # ------------------------------------------------------------------ different for completions and chat
+    # ------------------------------------------------------------------ different for each body
 
     @property
     def num_prompts(self) -> int:
         raise NotImplementedError
 
     def prompts(self, dialect: Dialect) -> Sequence[str] | Sequence[Sequence[int]]:
-        """Return the prompts to continue. `dialect` is the model's, which has its template.
+        """Return the prompts to continue, as texts or lists of token ids. `dialect` has the model's chat template.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the conversation.
@@ -210,12 +215,12 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def reported_logprobs(self) -> int | None:
-        """`SamplingParams.logprobs` of this request."""
+        """The number of most likely tokens to report with each sampled token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def scored_prompt(self) -> int | None:
-        """`SamplingParams.prompt_logprobs` of this request."""
+        """The number of most likely tokens to report with each prompt token; None: the prompt is not scored."""
         return self.prompt_logprobs
 
     @property
@@ -241,27 +246,27 @@ class GenerationRequest(Body, VllmFields):
         return ""
 
     def field_of(self, param: str) -> str:
-        """Return this body's name for the engine's parameter `prompt` or `max_tokens`."""
+        """Return this body's name for the field that the engine calls `param`, such as `prompt` or `max_tokens`."""
         return param
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """The tools that the answer may call; None: it calls none."""
+        """The tools that the answer may call; None: it may call none."""
         return None
 
     def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:  # noqa: ARG002 - of tool calls
-        """Return the grammar that the answer follows, with the name of its field; None: no grammar.
+        """Return the path of the field that restricts the answer, and its grammar; None: the answer is any text.
 
         Raises:
             InvalidRequestError: the dialect has no syntax for the tool calls that the request asks for.
         """
         return self.named_grammar
 
-    # ------------------------------------------------------------------ the same for both
+    # ------------------------------------------------------------------ the same for all bodies
 
     @property
     def adds_special_tokens(self) -> bool:
-        """True if a prompt of text gets the tokenizer's special tokens (BOS, say)."""
+        """True if the tokenizer adds its special tokens, such as BOS, to a prompt that is text."""
         given = self.add_special_tokens
         return self.adds_special_tokens_by_default if given is None else given
 
@@ -270,10 +275,10 @@ class GenerationRequest(Body, VllmFields):
         return 1 if self.n is None else self.n
 
     def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
-        """Return the part of a prompt that is computed, which is all of it unless the request says otherwise.
+        """Return a prompt cut to `kept_prompt_tokens` tokens, or the whole prompt if it is not to be cut.
 
         Args:
-            token_ids: the prompt.
+            token_ids: the prompt's token ids.
             max_request_tokens: the engine's bound on a request's tokens, prompt and new ones together.
         """
         count = self.kept_prompt_tokens
@@ -285,7 +290,7 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def kept_prompt_tokens(self) -> int | None:
-        """The number of tokens to keep of a longer prompt; -1: as many as fit; None: all."""
+        """The number of tokens that a longer prompt is cut to; -1: as many as fit; None: no prompt is cut."""
         return self.truncate_prompt_tokens
 
     @property
@@ -295,13 +300,16 @@ class GenerationRequest(Body, VllmFields):
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        """The grammar of an answer that calls no tool, with the name of its field; None: no grammar."""
+        """The path of the field that restricts an answer without tool calls, and its grammar; None: any text."""
         if self.response_format is not None and (grammar := self.response_format.named_grammar):
             return grammar
         return None if self.structured_outputs is None else self.structured_outputs.named_grammar
 
     def sampling_params(self, choice: int, max_new_tokens: int, defaults: SamplingParams) -> SamplingParams:
-        """Return the engine's parameters for choice `choice` of each prompt. Nulls become `defaults`."""
+        """Return the engine's sampling parameters for the choice with index `choice` of each prompt.
+
+        Fields that are null get their values from `defaults`.
+        """
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -363,7 +371,7 @@ class GenerationRequest(Body, VllmFields):
                 raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
 
     def _check_form(self) -> None:
-        """Refuse fields that contradict each other about the form of an answer."""
+        """Raise ApiError (422) if the fields for the form of the answer contradict each other."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None:
             wanted.check()

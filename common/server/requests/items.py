@@ -68,14 +68,14 @@ class InputItem(OpenAIInputFields):
     status: ItemStatus | None = Field(default=None, description="a label")
 
     def check(self, name: str) -> None:
-        """Refuse values that a field's type cannot rule out. `name` is the item's place in the body.
+        """Refuse values that a field's type cannot rule out. `name` is the item's path in the body: `input[0]`.
 
         Raises:
             ApiError: 422.
         """
 
     def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add the item to a conversation."""
+        """Add the item to a conversation, as a message of its own or to the last message."""
         raise NotImplementedError
 
 
@@ -99,7 +99,7 @@ class Message(InputItem):
 
 
 class FunctionCall(InputItem):
-    """A call that the model made."""
+    """A call of a function by the model, in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: Label
@@ -115,7 +115,7 @@ class FunctionCall(InputItem):
 
 
 class FunctionCallOutput(InputItem):
-    """The result of a call."""
+    """The result of an earlier `FunctionCall` with the same `call_id`."""
 
     type: Literal["function_call_output"]
     call_id: Label
@@ -180,18 +180,18 @@ Input = Annotated[
 
 
 def message(role: str, content: str, **fields: Any) -> ChatMessage:
-    """Return a message made of checked values."""
+    """Return a message made of values that were validated already."""
     return ChatMessage.model_construct(role=role, content=content, **fields)  # type: ignore[arg-type]
 
 
 def _only_reasons(messages: Sequence[ChatMessage]) -> bool:
-    """True if the last message has the reasoning before an answer, and no answer yet."""
+    """True if the last message has reasoning, but neither text nor tool calls yet."""
     last = messages[-1] if messages else None
     return last is not None and bool(last.reasoning_content) and not last.content and not last.tool_calls
 
 
 def check_items(items: Sequence[Any]) -> None:
-    """Refuse items that are not read, and outputs of calls that the input does not have.
+    """Refuse items of types that are not implemented, and outputs without an earlier call of the same `call_id`.
 
     Raises:
         ApiError: 422.

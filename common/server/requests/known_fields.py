@@ -1,10 +1,10 @@
-"""Fields that OpenAI's and vLLM's clients send and this server does not implement: one line each.
+"""Fields that OpenAI's and vLLM's clients send and this server does not implement, one definition for each.
 
 A field is accepted at its neutral values, which ask for nothing. Any other value is refused with a reason. Clients
 fill in fields that their users never set, so without these lines a default would be refused as an unknown field.
 
 The request bodies inherit the classes below. The table in `docs/http-api.md` is made from them, and
-`tests/server/test_known_fields.py` sends every value of every line.
+`tests/server/test_known_fields.py` sends neutral and other values of every field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Neutral:
     """Annotation of a field that is not implemented: rejects all but its neutral values.
 
     Args:
-        values: values that ask for nothing, beside null, which always does.
+        values: values that ask for nothing. Null always asks for nothing, and need not be named.
         reason: why other values are refused, and what to send instead if there is anything.
     """
 
@@ -68,7 +68,7 @@ _NO_SUMMARY = "reasoning is not summarized: an item of type reasoning has its te
 
 
 class Table(BaseModel):
-    """Fields that are not implemented, a line each."""
+    """Base class of fields that are not implemented."""
 
     model_config = BODY
 
@@ -183,7 +183,7 @@ class OpenAIStreamFields(Table):
 
 
 class OpenAIMessageFields(Table):
-    """Fields of a message, as OpenAI's and vLLM's answers have them: an answer can be sent back as it is."""
+    """Fields of a message in OpenAI's and vLLM's answers, so that such a message can be sent back as it is."""
 
     refusal: Annotated[Any, Neutral(reason="send the message's text as content")] = None
     annotations: Annotated[Any, Neutral([], reason="send the message's text as content")] = None
@@ -192,7 +192,7 @@ class OpenAIMessageFields(Table):
 
 
 class VllmFields(Table):
-    """Fields that vLLM adds to both bodies."""
+    """Fields that vLLM adds to the bodies of completions, chat and responses."""
 
     ec_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
     guided_choice: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
@@ -260,7 +260,7 @@ class VllmStructuredFields(Table):
     whitespace_pattern: Annotated[Any, Neutral(reason="the model chooses white space")] = None
 
 
-#: Every table, by the bodies or objects that have its fields.
+#: Every class of such fields, by the name of the bodies or objects that have these fields.
 TABLES: dict[str, type[Table]] = {
     "chat": OpenAIChatFields,
     "responses": OpenAIResponsesFields,
@@ -281,7 +281,7 @@ TABLES: dict[str, type[Table]] = {
 
 
 def lines_of(table: type[BaseModel]) -> dict[str, Neutral]:
-    """Return the fields of a body or of a table that are not implemented, by name."""
+    """Return the fields of a body or of a `Table` that are not implemented: their `Neutral`s by name."""
     return {
         field.alias or name: each
         for name, field in table.model_fields.items()

@@ -17,7 +17,7 @@ from common.server.requests.tools import ToolCall
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A part of a message's content: a text."""
 
     model_config = BODY
 
@@ -91,8 +91,9 @@ class ChatMessage(OpenAIMessageFields):
         return message | {field: value for field, value in given.items() if value is not None}
 
     def check(self, name: str) -> None:
-        """Refuse fields that do not fit the message's role, and parts that are not text. `name` is the message's
-        place in the body.
+        """Refuse fields that do not fit the message's role, and parts that are not text.
+
+        `name` is the path of the message in the body, such as `messages[0]`.
 
         Raises:
             ApiError: 422.

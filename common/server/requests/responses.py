@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`. Items of its input are in `items`."""
+"""The body of `POST /v1/responses`. The module `items` has the items of its input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FunctionTool(OpenAIToolFields, FunctionFields):
 
     @property
     def function(self) -> FunctionTool:
-        """The function itself. Chat requests nest it in another object."""
+        """This object, which has the function's fields. In a chat request they are in an object inside the tool."""
         return self
 
     def as_function(self) -> Function:
@@ -59,7 +59,7 @@ Tool = Annotated[
 
 
 class NamedTool(BaseModel):
-    """A tool by its name."""
+    """A tool that `tool_choice` names."""
 
     model_config = BODY
 
@@ -72,7 +72,7 @@ class NamedTool(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """The tools among `tools` that may be called, and whether one must be. The model is told of all."""
+    """The tools among `tools` that may be called, and whether a call is required. The model is told of all."""
 
     model_config = BODY
 
@@ -82,7 +82,7 @@ class AllowedTools(BaseModel):
 
     @property
     def allowed_tools(self) -> AllowedTools:
-        """The object itself. Chat requests nest it in another object."""
+        """This object, which has the fields. In a chat request they are in an object of this name inside it."""
         return self
 
 
@@ -95,7 +95,7 @@ ToolChoice = Annotated[
 
 
 class TextFormat(BaseModel):
-    """The form of the answer."""
+    """The form of the answer: any text, a JSON object, or JSON that follows a schema."""
 
     model_config = BODY
 
@@ -109,13 +109,13 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(OpenAITextFields):
-    """The form of the answer."""
+    """The field `text` of the body, with the form of the answer."""
 
     format: TextFormat | None = None
 
 
 class ReasoningOptions(OpenAIReasoningFields):
-    """How the model reasons."""
+    """The field `reasoning` of the body: how the model reasons."""
 
     effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
 

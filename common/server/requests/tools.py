@@ -15,7 +15,7 @@ from common.calls import Call, Function, ToolUse
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import Other, by_kind, refuse_other
 
-#: Arguments of a function without `parameters`: it takes none.
+#: JSON Schema of the arguments of a function without the field `parameters`: it takes no arguments.
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -42,7 +42,7 @@ class FunctionFields(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """A tool of chat."""
+    """A tool in the body of chat: a function that the model may call."""
 
     model_config = BODY
 
@@ -58,7 +58,7 @@ Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
 
 
 class Named(BaseModel):
-    """The name of a function."""
+    """An object with the name of a function."""
 
     model_config = BODY
 
@@ -66,7 +66,7 @@ class Named(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """A tool by its name."""
+    """A tool that `tool_choice` names."""
 
     model_config = BODY
 
@@ -79,7 +79,7 @@ class NamedTool(BaseModel):
 
 
 class AllowedToolsFields(BaseModel):
-    """Some of the tools, and whether one of them must be called."""
+    """The tools that may be called, and whether one of them must be called (`mode`)."""
 
     model_config = BODY
 
@@ -88,7 +88,7 @@ class AllowedToolsFields(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """The tools among `tools` that may be called; the model is told of all."""
+    """The tools among `tools` that may be called. The model is told of all tools."""
 
     model_config = BODY
 
@@ -125,7 +125,7 @@ ToolChoice = Annotated[
 
 
 def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
-    """Return the functions of the field `tools`.
+    """Return the functions that the items of the field `tools` describe.
 
     Raises:
         ApiError: 422, a tool is not a function, two have the same name, or a schema's type is not object.
@@ -150,7 +150,9 @@ def tool_use_of(
     names: Sequence[str] | None = None,
     parallel: bool = True,
 ) -> ToolUse | None:
-    """Return the use of tools that a body asks for; None if no tool may be called.
+    """Return the functions that the prompt describes, and those among them that may be called, as a `ToolUse`.
+
+    Returns None if no function may be called.
 
     Args:
         functions: all functions of the body.
@@ -178,7 +180,7 @@ def tool_use_of(
 
 
 class CalledFunction(BaseModel):
-    """A function with the arguments of a call."""
+    """The function that a tool call names, and the arguments of the call."""
 
     model_config = BODY
 
