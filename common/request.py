@@ -188,10 +188,8 @@ class Request:
             )
         if params.logit_bias:
             self.token_biases = TokenBiases(params.logit_bias)
-        self.waits_for_its_tokens = (
-            self.matcher is not None
-            or self.token_counts is not None
-            or (self.allowed is not None and self.allowed.context > 0)
+        self.waits_for_its_tokens = self.matcher is not None or (
+            self.allowed is not None and self.allowed.context > 0
         )
         unchanged = (
             self.allowed is None

@@ -139,7 +139,10 @@ def _adjust(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     if inputs.biased is not None and inputs.biases is not None:
         scores = scores.index_put(inputs.biased.unbind(), inputs.biases, accumulate=True)
     if inputs.penalised is not None and inputs.penalties is not None:
-        scores = _penalise(scores, inputs.penalised, inputs.penalties)
+        entries = inputs.penalised
+        if inputs.unread is not None and inputs.unread_ids is not None:
+            entries = _with_unread(entries, inputs.unread, inputs.unread_ids, inputs.penalties)
+        scores = _penalise(scores, entries, inputs.penalties)
     if inputs.held_back is not None:
         scores = scores.index_put(inputs.held_back.unbind(), scores.new_full((), -torch.inf))
     if inputs.masked is not None and inputs.words is not None:
@@ -176,6 +179,21 @@ def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
     values = torch.where(values > 0, values / factor, values * factor).float().double()
     penalty = torch.where(generated > 0, frequency * generated + presence, 0.0)
     return scores.index_put((rows, token_ids), (values - penalty).float())
+
+
+def _with_unread(entries: Tensor, rows: Tensor, token_ids: Tensor, penalties: Tensor) -> Tensor:
+    """Count the tokens of R rows that the host has not read: entries [3, n], rows and token ids [R] -> [3, n + R].
+
+    Entries and penalties are as in `SamplingInputs`. A token that has an entry already gets a second one with the
+    same count, so both lead to the same score.
+    """
+    latest = torch.full_like(penalties[:, 0], -1, dtype=torch.int32).index_copy(0, rows, token_ids.int())
+    places, known, generated = entries.unbind()
+    again = latest[places] == known
+    generated = generated + again
+    counts = torch.zeros_like(latest).index_put((places,), generated * again, accumulate=True)
+    added = torch.stack([rows.int(), token_ids.int(), counts[rows].clamp(min=1)])
+    return torch.cat([torch.stack([places, known, generated]), added], dim=1)
 
 
 # ---------------------------------------------------------------------- drawing

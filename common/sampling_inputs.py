@@ -46,6 +46,9 @@ class SamplingInputs(NamedTuple):
         biases: [b] float32, the biases.
         penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
         penalties: [S, 3] float64, repetition, frequency and presence penalty of each row that has any.
+        unread: [R] int64, the rows with penalties whose latest token was sampled on the device and is not read yet.
+            `penalised` does not count this token.
+        unread_ids: [R] int64, these tokens. `of` leaves the field to its caller, since the host does not know them.
         held_back: [2, m] int64, rows and tokens that may not be sampled yet.
         masked: [C] int64, the rows that have a mask.
         words: [C, W] int32, their masks: see `TokenMasks`.
@@ -60,6 +63,8 @@ class SamplingInputs(NamedTuple):
     biases: Tensor | None = None
     penalised: Tensor | None = None
     penalties: Tensor | None = None
+    unread: Tensor | None = None
+    unread_ids: Tensor | None = None
     held_back: Tensor | None = None
     masked: Tensor | None = None
     words: Tensor | None = None
@@ -86,6 +91,7 @@ class SamplingInputs(NamedTuple):
         reported: list[int] = []
         penalised: list[npt.NDArray[np.int32]] = []
         penalties: npt.NDArray[np.float64] | None = None
+        unread: list[int] = []
         held_back: list[tuple[int, int]] = []
         biased: list[npt.NDArray[np.int32]] = []
         biases: list[npt.NDArray[np.float32]] = []
@@ -111,6 +117,8 @@ class SamplingInputs(NamedTuple):
                 counts.catch_up(request.token_ids)
                 penalised.append(counts.guessed(row, request.drafts[:ahead]) if ahead else counts.at_row(row))
                 penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+                if request.pending_tokens:
+                    unread.append(row)
             if request.matcher is None:
                 held_back += [(row, token_id) for token_id in request.held_back_token_ids(ahead)]
 
@@ -130,6 +138,7 @@ class SamplingInputs(NamedTuple):
             biases=joined(biases),
             penalised=joined(penalised),
             penalties=None if penalties is None else torch.from_numpy(penalties),
+            unread=rows(unread),
             held_back=torch.tensor(held_back).T.contiguous() if held_back else None,
             masked=None if masks is None else rows(masks.rows),
             words=None if masks is None else masks.words,

@@ -10,7 +10,7 @@ pipelined     host    [plan t][launch t][plan t+1][launch t+1][commit t][plan t+
 The next pass does not wait for the host. Sampling writes each token into a row of `latest` on the device, and the
 next forward pass reads it there. The host reads the tokens later, for text, stop decisions and outputs.
 
-Under a grammar or penalties, sampling depends on the token before. Then the host submits the forward pass, commits
+Under a grammar, the host must know the token before to compute the mask. Then it submits the forward pass, commits
 the step before while the pass computes, and submits the sampling after that.
 """
 
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 
-def _keep_tokens(logits: Tensor, token_ids: Tensor) -> tuple[Tensor]:  # noqa: ARG001 - both are a pass's results
+def _keep_tokens(logits: Tensor, read: Tensor, drawn: Tensor) -> tuple[Tensor]:  # noqa: ARG001 - a pass's results
     """Return a copy of a pass's drawn tokens. The next launch of its graph overwrites them."""
-    return (token_ids.clone(),)
+    return (drawn.clone(),)
 
 
 class PipelinedRunner(ChunkedRunner):
@@ -163,16 +163,20 @@ class PipelinedRunner(ChunkedRunner):
             self.stream.submit("seats", self.seats.apply, sent, fetch=False)
         return self.stream.submit(("forward", "decode"), self._decode, [seats], fetch=False, by_row=True)
 
-    def _decode(self, seats: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the model on one token of each sequence, and draw the next ones. Returns logits [B, vocab] and token
-        ids [B]. Everything that differs between two steps of the same sequences is on the device."""
+    def _decode(self, seats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the model on one token of each sequence, and draw the next ones. Everything that differs between two
+        steps of the same sequences is on the device.
+
+        Returns:
+            The logits [B, vocab], the token ids [B] that the model has read, and the drawn ones [B].
+        """
         state = self.seats.state
         tables = self.pool.device_tables()
         rows = decode_rows_triton(seats, state.latest, state.positions, tables, self.pool.block_size)
         every_row = torch.arange(len(seats), device=seats.device)
         batch = TokenBatch(rows.token_ids, rows.positions, every_row)
         logits = self.model(batch, self.pool.decode_view(rows))
-        return logits, draw_at_seats_triton(logits, state, seats, rows.positions)
+        return logits, rows.token_ids, draw_at_seats_triton(logits, state, seats, rows.positions)
 
     # ------------------------------------------------------------------ sampling
 
@@ -198,8 +202,12 @@ class PipelinedRunner(ChunkedRunner):
         sent = move_together([seats, *asked.values()], self.model.device)
 
         def sample(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            seats, *tensors = others[-len(sent) :]  # before them: tokens that the pass has drawn, if it has
+            # If the pass draws, the tokens that it has read and drawn come before what was sent.
+            seats, *tensors = others[-len(sent) :]
             fields: dict[str, Any] = dict(zip(asked, tensors, strict=True))
+            if "unread" in fields:  # a pass that draws has written over `latest`
+                read = others[0] if launched.draws else self.latest[seats]
+                fields["unread_ids"] = read[fields["unread"]]
             sampled = choose(logits, SamplingInputs(**fields, top=top))
             # A row without a token ends its request when it is read. Until then any token id will do.
             self.latest.index_copy_(0, seats, sampled.token_ids.clamp(min=0))

@@ -49,7 +49,8 @@ class DecodeSlot:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Whether sampling must wait until the tokens of the step before have been read (grammars, penalties)."""
+        """Whether sampling must wait until the tokens of the step before have been read, since a request has a
+        grammar or `bad_words` of several tokens."""
         return any(request.waits_for_its_tokens for each in self.passes for request in each.requests)
 
     def wait(self) -> None:

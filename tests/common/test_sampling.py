@@ -448,6 +448,35 @@ def test_counts_that_were_kept_penalise_like_counts_made_anew(
             request.token_ids.append(token_id)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(PENALISED, HISTORY, HISTORY, st.integers(0, VOCAB - 1), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_a_token_that_was_not_read_is_penalised_like_one_that_was(
+    rows: list[tuple[SamplingParams, list[int], list[int], int, bool]], seed: int
+) -> None:
+    """Phase 9 samples a token while the one before it is on the device only."""
+    logits = random_logits(len(rows), seed=seed, spread=1.0)
+    read = [make(params, prompt=prompt, generated=[*made, last]) for params, prompt, made, last, _ in rows]
+    requests, unread_ids = [], []
+    for params, prompt, made, last, unread in rows:
+        request = make(params, prompt=prompt, generated=made if unread else [*made, last])
+        request.pending_tokens = int(unread)
+        requests.append(request)
+        if unread and params.has_penalties:
+            unread_ids.append(last)
+    inputs = SamplingInputs.of(requests, None, VOCAB, torch.device("cpu"))
+    assert (inputs.unread is not None) == bool(unread_ids)
+    inputs = inputs._replace(unread_ids=torch.tensor(unread_ids, dtype=torch.int64))
+    expected = common.sampling._adjust(logits, SamplingInputs.of(read, None, VOCAB, torch.device("cpu")))
+    assert torch.equal(common.sampling._adjust(logits, inputs), expected)
+
+
 def test_a_later_step_changes_nothing_of_an_earlier_ones_inputs() -> None:
     requests = [
         make(prompt=range(40), repetition_penalty=1.5),
