@@ -337,7 +337,7 @@ def served_model(client: httpx.Client, url: str) -> str:
     """Return the first model that a server lists.
 
     Raises:
-        StartupError: it lists none.
+        StartupError: it lists none, or cannot be asked.
     """
     try:
         name: str = client.get(f"{url}/v1/models").json()["data"][0]["id"]

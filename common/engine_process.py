@@ -316,7 +316,9 @@ class EngineProcess:
         error = EngineDeadError(f"the engine's process {self._ending()}; restart the server")
         logger.error(error)
         self.engine.dead, self._began_s = error, None
+        self._state = State(taken=self._submitted, dead=error)
         outputs = [fail(request, error) for request in self._requests.values()]
+        self.engine.telemetry.counters.requests_failed += len(outputs)
         self._requests.clear()
         self._deliver(outputs)
         for outcome in self._outcomes.values():

@@ -90,7 +90,10 @@ class SchedulerPool(Protocol):
         """See `KVPool.reserve`."""
 
     def reserve_spare(self, request: Request, tokens: int, kept: int) -> int:
-        """See `KVPool.reserve_spare`."""
+        """Reserve up to `tokens` columns in all if about `kept` others stay free. Returns how many are usable.
+
+        See `KVPool.reserve_spare`.
+        """
 
     def cost(self, request: Request, tokens: int) -> int:
         """See `KVPool.cost`."""
@@ -139,8 +142,8 @@ class KVPool(ABC):
         Args:
             request: the request; it has memory.
             tokens: how many columns it wants in all, more than it has tokens.
-            kept: how many columns must stay free. If fewer would stay free, the request gets only the columns that
-                are left in its last block.
+            kept: about how many columns must stay free. If fewer would, the request gets only the columns that are
+                left in its last block.
 
         Returns:
             How many columns the request may use now: `tokens`, or fewer.

@@ -363,7 +363,8 @@ class CudaStream(Stream):
     The stream for copies usually waits for the newest pass. A function that `aside` runs touches finished work
     only, so it must not queue behind that copy.
 
-    Kernels are launched from Python, some hundred a pass, or as one graph for work that is submitted `by_row`. All
+    Kernels are launched from Python, some hundred a pass. Work that is submitted `by_row` (row i of a result needs
+    only row i of the inputs) is launched as one captured graph instead, if a graph has room for its rows. All
     graphs with the same key write their results to the same tensors. So work that reads them must be submitted
     before the next of these graphs is launched.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -65,7 +66,10 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, chat_template=template)
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens of `text`, without tokenizing it."""
+        """Return a lower bound on the number of tokens of `text`, without tokenizing it.
+
+        The bound holds for tokenizers in which each character of a text belongs to a token.
+        """
         return len(text) // self._longest_token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -98,6 +102,17 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token's text. For a token that is a part of a character, they are that part."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        spelled = self.spelled(token_id)
+        if _BYTE_TOKEN.fullmatch(spelled):
+            return bytes([int(spelled[3:5], 16)])
+        known = [_BYTE_LEVEL[character] for character in spelled if character in _BYTE_LEVEL]
+        return bytes(known) if len(known) == len(spelled) else text.encode()
+
     def spelled(self, token_id: int) -> str:
         """Return a token as it is spelled in the tokenizer's vocabulary, where a space may be a `Ġ`."""
         return str(self.backend.id_to_token(token_id))
@@ -112,6 +127,21 @@ class Tokenizer:
 
 
 REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that form no character
+
+_BYTE_TOKEN = re.compile(
+    "<0x[0-9A-F]{2}>"
+)  # a vocabulary's token for one byte, if its other tokens are texts
+
+
+def _byte_level() -> dict[str, int]:
+    """Return the byte of each character in a byte-level vocabulary (GPT-2's): visible characters stand for their
+    own bytes, and characters from U+0100 on stand for the other bytes."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(0x100)).difference(visible))
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level()
 
 
 class IncrementalDetokenizer:

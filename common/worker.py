@@ -24,7 +24,7 @@ from common.engine_thread import STOPPED, Deliver, queue_full
 from common.errors import EngineDeadError, ShuttingDownError
 from common.request import Request, StepOutput
 from common.step_trace import Frame
-from common.telemetry import RequestTelemetry, RequestTimes
+from common.telemetry import RequestTelemetry, RequestTimes, StepRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -122,6 +122,10 @@ class RequestStream:
                 self.longest_gap_s = max(self.longest_gap_s, gap)
                 telemetry.inter_token_latency_s.observe(gap)
             self.latest_token_s = now
+        if (
+            output.completion_tokens < self.received_tokens
+        ):  # the engine's process has died, and its counts with it
+            output = dataclasses.replace(output, completion_tokens=self.received_tokens)
         self.received_tokens = output.completion_tokens
         if output.finished:
             self.last = output
@@ -220,6 +224,11 @@ class EngineWorker:
     def dead(self) -> EngineDeadError | None:
         """The error that ended the engine; None while it runs."""
         return self.engine.dead
+
+    @property
+    def latest_step(self) -> StepRecord:
+        """The latest step. If the engine is dead, an empty record, since it has no requests any more."""
+        return StepRecord(0, 0.0) if self.dead is not None else self.engine.telemetry.latest
 
     @property
     def step_s(self) -> float:

@@ -113,8 +113,9 @@ class PrefixCachingPool(PagedKVCachePool):
     def _are_finite(self, blocks: Sequence[int]) -> bool:
         """Return whether all keys and values of these blocks are finite. False if memory is too short to check.
 
-        Checking the last layer is enough. A NaN or infinity in an earlier layer spreads, through its column's own
-        attention, to that column's keys and values in the last layer.
+        Only the last layer is checked. A NaN, or an infinite value, in an earlier layer spreads through its
+        column's own attention to the last layer. So does an infinite key, unless its own query gives it a weight of
+        0.
         """
         try:
             bounds = [torch.aminmax(store[i]) for store in (self.k[-1], self.v[-1]) for i in blocks]

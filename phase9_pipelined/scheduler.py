@@ -38,8 +38,12 @@ class PipelinedScheduler(PrefixScheduler):
         return super().make_room(pool)
 
     def _make_way(self, request: Request) -> list[Request]:
-        """Preempt no request while a step is in flight, since that step uses the memory. Then this step plans
-        nothing and commits the step in flight. Requests that end with that commit may free enough memory."""
+        """Preempt `request` and return it in a list, but only if no step is in flight, since such a step uses the
+        memory.
+
+        Otherwise return an empty list. Then this step plans nothing and commits the step in flight. Requests that
+        end with that commit may free enough memory.
+        """
         self._out_of_room = self.in_flight
         return [] if self._out_of_room else super()._make_way(request)
 

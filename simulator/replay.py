@@ -160,7 +160,8 @@ BURST_S = 0.02  # requests that are sent within this time of a run's start have 
 
 
 class _Replayer:
-    """Steps an engine through a run, and queues requests so that their number is that in the run's step records."""
+    """Steps an engine through a run. Before each step it queues requests until as many are waiting or active as the
+    run's record of that step counts."""
 
     def __init__(self, run: Run) -> None:
         assert run.engine_steps is not None

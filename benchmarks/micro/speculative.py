@@ -111,7 +111,7 @@ class Found(NamedTuple):
 
 
 def start(phase: int, model: str, clients: int) -> None:
-    """Build the engine of a phase in this process, for `run`."""
+    """Build the engine of a phase, for at most `clients` requests at a time. `run` uses it, in the same process."""
     global _engine
     _engine = build_engine(
         str(phase),

@@ -34,7 +34,14 @@ def _figure(group: Group, height: float) -> Figure:
 
 
 def _panels(group: Group, servers: Sequence[Server], height: float, unit: str) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each server, one below the other, on the same axes."""
+    """Return a titled figure and its panels, one for each server, one below the other, with the same scales.
+
+    Args:
+        group: the comparison that the figure shows.
+        servers: the servers of the panels.
+        height: of one panel, in inches.
+        unit: the label of the vertical axes. The horizontal axes are in seconds.
+    """
     figure = _figure(group, height * len(servers) + 0.6)
     panels = list(figure.subplots(len(servers), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
     for axes, server in zip(panels, servers, strict=True):

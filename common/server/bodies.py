@@ -64,7 +64,7 @@ class Limits:
     """This server's bounds on the values of a request."""
 
     models: tuple[str, ...]  # names of the served model; answers have the first
-    max_choices: int  # of one request: more would not even fit an empty queue
+    max_choices: int  # of one request: as many as the queue has places
     vocab_size: int
 
 
@@ -259,7 +259,7 @@ def says_json(request: Request) -> bool:
 
 
 def _require_json(request: Request) -> None:
-    """Raise ApiError (400) if the content type of a request is not JSON.
+    """Raise ApiError if the body of a request is not JSON by its header (400), or if it is compressed (415).
 
     A web page can make a browser send text to any port of the user's machine, but JSON only if it is allowed to.
     """
@@ -268,6 +268,13 @@ def _require_json(request: Request) -> None:
             400,
             "the body must be JSON; send it with Content-Type: application/json",
             code="invalid_content_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(
+            415,
+            f"the body is in the encoding {shorten(encoding, 40)!r}; send it without Content-Encoding",
+            code="unsupported_encoding",
         )
 
 
@@ -334,7 +341,8 @@ def check_model(model: str | None, limits: Limits) -> None:
     if model is not None and model not in limits.models:
         raise ApiError(
             404,
-            f"model {shorten(model, 100)!r} is not served here; this server has {limits.models[0]!r}",
+            f"model {shorten(model, 100)!r} is not served here; "
+            f"this server has {' and '.join(map(repr, limits.models))}",
             param="model",
             code="model_not_found",
         )

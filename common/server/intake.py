@@ -279,7 +279,7 @@ class Intake:
             )
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """Return the largest number of new tokens: the requested number, or else as many as fit.
+        """Return the largest number of new tokens: the requested number, or else the default, or as many as fit.
 
         Raises:
             InvalidRequestError: some new tokens fit, but fewer than `min_tokens`.
@@ -293,7 +293,7 @@ class Intake:
                 param="min_tokens",
             )
         # If no token fits, `create_request` refuses the prompt for its length. Parameters must be valid until then.
-        return max(room, wanted.min_tokens or 1)
+        return max(min(room, wanted.default_new_tokens or room), wanted.min_tokens or 1)
 
 
 def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:

@@ -184,8 +184,10 @@ class Recordings:
         """Return a new recording. Iterating over its `pieces` starts it. Call its `close` at the end.
 
         Raises:
-            ApiError: 503, too many recordings run, or the server is shutting down.
+            ApiError: 503, too many recordings run, the server is shutting down, or its engine is dead.
         """
+        if self.worker.dead is not None:
+            raise from_exception(self.worker.dead)
         if self.worker.draining:
             raise from_exception(ShuttingDownError("draining: the server is shutting down"))
         if len(self.running) >= MAX_RECORDINGS:

@@ -64,13 +64,18 @@ class JsonLines(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for the two log lines of uvicorn that repeat a line of this server.
+    """Return False for lines of uvicorn that repeat a line of this server, or that advise to install WebSockets.
 
-    They report an answer that was left unfinished because its client reads too slowly, and bytes that are not HTTP.
+    The first two report an answer that was left unfinished because its client reads too slowly, and bytes that are
+    not HTTP. The others follow each request for an upgrade to a protocol that this server does not have.
     """
-    return record.msg not in (
-        "ASGI callable returned without completing response.",
-        "Invalid HTTP request received.",
+    return not str(record.msg).startswith(
+        (
+            "ASGI callable returned without completing response.",
+            "Invalid HTTP request received.",
+            "Unsupported upgrade request.",
+            "No supported WebSocket library detected.",
+        )
     )
 
 
@@ -208,7 +213,7 @@ class Pulse:
 
     def beat(self) -> None:
         """Log one line if requests are running or waiting. Its rates are averages since the last call."""
-        latest, waiting = self._engine.telemetry.latest, self._worker.num_waiting()
+        latest, waiting = self._worker.latest_step, self._worker.num_waiting()
         if latest.active or waiting:
             seconds = time.monotonic() - self._since_s
             new = (self._worker.requests.generation_tokens - self._new_tokens) / seconds

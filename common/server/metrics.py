@@ -63,7 +63,7 @@ class Metrics(Collector):
             [*self._labels.values(), *(name.removeprefix("torch.") for name in types.values())], 1
         )
         yield info
-        latest = engine.telemetry.latest
+        latest = worker.latest_step
         used = latest.kv_reserved_tokens / engine.config.kv_tokens()
         for name, text, value in (
             ("vllm:num_requests_running", "Requests that hold KV memory", latest.active),

@@ -91,6 +91,7 @@ _SLOW = "The body did not come in time"
 _FAILURES = {
     408: _SLOW,
     413: f"The body is over {MAX_BODY_BYTES} bytes, has too many values, or comes in too many pieces",
+    415: "The body is compressed",
     500: "A failure of the server",
     503: _BUSY,
     504: _LATE,
@@ -106,6 +107,7 @@ _TEXT = {
     **_NO_MODEL,
     408: _SLOW,
     413: _FAILURES[413],
+    415: _FAILURES[415],
     422: _REFUSED,
     500: _FAILURES[500],
     503: _ENDING,

@@ -142,7 +142,8 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
                 ssl_keyfile=options.ssl_keyfile,
             ),
             service,
-            ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address} (open it in a browser)",
+            ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}"
+            + ("" if options.uds else " (open it in a browser)"),
             shutdown_timeout_s=options.shutdown_timeout,
         )
         if options.trace is not None:

@@ -1,7 +1,7 @@
-"""The course's three requests: when each phase serves them, by its own scheduler and pool.
+"""Tables of the course's three requests: their times and memory in each phase, simulated with its own scheduler.
 
-They are requests 1 to 3 of the stepper's story `three`, with the stepper's times, so a table and the picture above
-it agree.
+They are requests 1 to 3 of the stepper's story `three`. Steps take the same simulated time as in the stepper, so a
+table and the picture above it agree.
 """
 
 from __future__ import annotations

@@ -215,6 +215,13 @@ def test_special_tokens_may_be_shown(tokenizer: Tokenizer) -> None:
         assert all(tokenizer.token_text(token_id) in text for token_id in ids if token_id in special)
 
 
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
+    for text in ("fox", "naïve 🦊 ½", "a \ufffd b", "日本語"):
+        ids = encode(tokenizer, text)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text
+    assert tokenizer.token_bytes(min(tokenizer.special_ids)).decode() in tokenizer.backend.get_vocab()
+
+
 def test_each_token_by_itself_is_decoded_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     decode = Tokenizer.decode

@@ -373,6 +373,28 @@ def test_the_sampled_token_is_reported_beside_likelier_ones(server: ServerProces
         assert token in top
 
 
+def test_parts_of_characters_are_told_apart(server: ServerProcess) -> None:
+    """Each of the four bytes of an emoji is a token, and so are likelier ones in its place."""
+    fields = {"prompt": "a🦊", "max_tokens": 0, "echo": True, "logprobs": 5}
+    logprobs = server.complete(**fields)["choices"][0]["logprobs"]
+    tokens = logprobs["tokens"][-4:]
+    assert tokens == [f"bytes:\\x{byte:02x}" for byte in "🦊".encode()]
+    for token, logprob, top in zip(
+        tokens, logprobs["token_logprobs"][-4:], logprobs["top_logprobs"][-4:], strict=True
+    ):
+        assert len(top) in (5, 6), "no entry is lost"
+        assert top[token] == logprob
+
+
+def test_without_max_tokens_an_answer_is_shorter_where_fewer_fit(server: ServerProcess) -> None:
+    most = server.client.get("/v1/models").json()["data"][0]["max_model_len"]
+    for room, expected in ((129, 128), (128, 128), (127, 127), (1, 1)):
+        answer = server.complete(prompt=[300] * (most - room), max_tokens=None, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == expected
+    cut = server.complete(prompt=[300] * most, max_tokens=None, truncate_prompt_tokens=-1, ignore_eos=True)
+    assert cut["usage"] | {"prompt_tokens": most - 128, "completion_tokens": 128} == cut["usage"]
+
+
 # ---------------------------------------------------------------------- the small routes
 
 

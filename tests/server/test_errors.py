@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from typing import Any
@@ -138,6 +139,16 @@ def test_the_body_must_be_called_json(
         assert_error(response, 400, None, "invalid_content_type")
 
 
+def test_a_compressed_body_is_refused_by_its_encoding(server: ServerProcess) -> None:
+    body = json.dumps(server.body(stream=False)).encode()
+    for encoding, sent in (("gzip", gzip.compress(body)), ("br", b"?")):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        answer = server.client.post("/v1/completions", content=sent, headers=headers)
+        assert_error(answer, 415, None, "unsupported_encoding", says=encoding)
+    plain = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+    assert server.client.post("/v1/completions", content=body, headers=plain).status_code == 200
+
+
 # ---------------------------------------------------------------------- 422
 
 
@@ -232,7 +243,7 @@ def test_as_many_tokens_as_the_server_holds(server: ServerProcess) -> None:
 
 def test_more_choices_than_the_queue_holds(server: ServerProcess) -> None:
     assert_error(server.post(prompt=["a"] * 65), 422, "prompt")
-    says = "queues, 64 (its option --max-waiting-requests)"
+    says = "takes, 64 (its option --max-waiting-requests)"
     assert_error(server.post(prompt=["a"] * 5, n=16), 422, "n", says=says)
 
 

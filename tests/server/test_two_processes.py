@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -204,11 +205,12 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerPr
     server = mortal_split
     engine = engine_of(server.process.pid)
     with server.streaming(max_tokens=4000, ignore_eos=True) as events:
-        next(events)
+        received = [next(events) for _ in range(5)]
         hold = in_background(BATCH + 2, lambda _: post(server, max_tokens=4000, ignore_eos=True))
         eventually(lambda: server.counters()["requests_added"] == BATCH + 3)
         engine.kill()
-        *_, (name, data) = events
+        received += events
+    name, data = received[-1]
     assert (name, data["error"]["code"]) == ("error", "engine_dead")
     assert "killed by SIGKILL" in data["error"]["message"]
     for each in hold:
@@ -217,11 +219,18 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerPr
         assert_error(server.client.get(path), 503, None, "engine_dead")
     assert_error(server.post(), 503, None, "engine_dead")
     assert_error(server.client.post("/reset_prefix_cache", json={}), 503, None, "engine_dead")
-    assert server.client.get("/metrics").status_code == 200
+    assert_error(server.client.get("/trace?seconds=1"), 503, None, "engine_dead")
+    metrics = server.client.get("/metrics").text
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert re.search(rf"^vllm:{gauge}{{.*}} 0.0$", metrics, re.MULTILINE), (
+            "the engine has no requests any more"
+        )
+    assert re.search(rf"^infer:requests_failed_total{{.*}} {BATCH + 3}.0$", metrics, re.MULTILINE)
     server.signal()
     assert server.wait() == 0
     server.read_the_rest()
     assert "Traceback" not in server.log_text
+    assert f"and {len(received) - 1} new tokens" in server.log_text
 
 
 @pytest.mark.parametrize("computes", [False, True])

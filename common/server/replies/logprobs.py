@@ -67,7 +67,7 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
 def _add_token(
     columns: Logprobs, tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs | None, offset: int
 ) -> None:
-    columns["tokens"].append(tokenizer.token_text(token_id))
+    columns["tokens"].append(_token_name(tokenizer, token_id))
     columns["token_logprobs"].append(None if logprobs is None else finite(logprobs.logprob))
     columns["top_logprobs"].append(None if logprobs is None else _top(tokenizer, token_id, logprobs))
     columns["text_offset"].append(offset)
@@ -84,12 +84,25 @@ def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
 def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
     """Return log-probabilities by token text: the likeliest tokens first, then `sampled` if it is not among them.
 
-    Several tokens may have the same text (parts of characters do). The likeliest of them is kept.
+    If two tokens have the same text, the less likely one is written as it is spelled in the vocabulary.
     """
     top: dict[str, float] = {}
+    named: set[int] = set()
     for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
-        top.setdefault(tokenizer.token_text(token_id), finite(logprob))
+        if token_id not in named:
+            named.add(token_id)
+            text = _token_name(tokenizer, token_id)
+            top[tokenizer.spelled(token_id) if text in top else text] = finite(logprob)
     return top
+
+
+def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return a token's text. A part of a character is written with its bytes, like `bytes:\\xf0\\x9f` (OpenAI's
+    form)."""
+    text = tokenizer.token_text(token_id)
+    if REPLACEMENT not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, count: int) -> PromptLogprobs | None:
@@ -144,17 +157,13 @@ def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogpr
 def response_logprobs(tokenizer: Tokenizer, output: StepOutput) -> list[ChatTokenLogprobs]:
     """Return the log-probabilities of an output's token as a list with one entry; empty if not asked for."""
     logprobs = chat_logprobs(tokenizer, [output])
-    content = [] if logprobs is None else logprobs["content"]
-    for each in (*content, *(top for entry in content for top in entry["top_logprobs"])):
-        each["bytes"] = each["bytes"] or []  # chat has null here
-    return content
+    return [] if logprobs is None else logprobs["content"]
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:
-    text = tokenizer.token_text(token_id)
-    # Part of a character reads as U+FFFD, whose bytes differ from the token's.
-    raw = None if REPLACEMENT in text else list(text.encode())
-    return {"token": text, "logprob": finite(logprob), "bytes": raw}
+    # A part of a character reads as U+FFFD. Clients put the bytes of several tokens together.
+    raw = list(tokenizer.token_bytes(token_id))
+    return {"token": tokenizer.token_text(token_id), "logprob": finite(logprob), "bytes": raw}
 
 
 def finite(logprob: float) -> float:

@@ -215,7 +215,9 @@ class CompletionEvent(TextChunk):
 class ChatTokenLogprob(TypedDict):
     token: str
     logprob: float
-    bytes: Annotated[list[int] | None, Field(description="UTF-8; null where a token is part of a character")]
+    bytes: Annotated[
+        list[int], Field(description="of the text in UTF-8; of a part of a character, that part")
+    ]
 
 
 class ChatTokenLogprobs(ChatTokenLogprob):

@@ -13,8 +13,6 @@ from common.server.requests.answer_forms import Text
 from common.server.requests.generation import GenerationRequest, Shown, TokenId
 from common.server.requests.known_fields import OpenAICompletionFields, VllmCompletionFields
 
-DEFAULT_MAX_TOKENS = 128
-
 #: The tag of a prompt that is a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {
     int: "as tokens",
@@ -58,14 +56,16 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
     """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
 
     adds_special_tokens_by_default: ClassVar[bool] = True
+    default_new_tokens: ClassVar[int | None] = 128
 
     prompt: Prompt = Field(
         description="one prompt or several; text gets the tokenizer's special tokens, ids none"
     )
     max_tokens: int | None = Field(
-        default=DEFAULT_MAX_TOKENS,
+        default=None,
         ge=0,
-        description="0 computes the prompt only; with `echo` or `prompt_logprobs`, which tell of it",
+        description="default: 128, or fewer if fewer fit; 0 computes the prompt only; with `echo` or "
+        "`prompt_logprobs`, which tell of it",
     )
     logprobs: int | None = Field(default=None, ge=0, le=20)
     best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
@@ -80,9 +80,10 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
         return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
 
     @property
-    def max_new_tokens(self) -> int:
-        """The largest number of tokens to sample; 1 if `max_tokens` is 0, and the answer leaves that token out."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+    def max_new_tokens(self) -> int | None:
+        """The largest number of tokens to sample; None if the request has none. If `max_tokens` is 0, one token is
+        sampled, and the answer leaves it out."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def reported_logprobs(self) -> int | None:

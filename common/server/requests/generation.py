@@ -89,6 +89,7 @@ class GenerationRequest(Body, VllmFields):
 
     adds_special_tokens_by_default: ClassVar[bool]
     has_parts: ClassVar[bool] = False  # thoughts and tool calls are kept apart from the answer's text
+    default_new_tokens: ClassVar[int | None] = None  # the most new tokens by default; None: as many as fit
 
     model: str | None = Field(
         default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
@@ -210,7 +211,7 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The largest number of new tokens; None: as many as fit."""
+        """The largest number of new tokens; None: `default_new_tokens`."""
         raise NotImplementedError
 
     @property
@@ -285,7 +286,8 @@ class GenerationRequest(Body, VllmFields):
         if count is None:
             return token_ids
         if count == -1:
-            count = max(1, max_request_tokens - (self.max_new_tokens or max(1, self.min_tokens or 0)))
+            new_tokens = self.max_new_tokens or max(self.default_new_tokens or 1, self.min_tokens or 0)
+            count = max(1, max_request_tokens - new_tokens)
         return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
 
     @property
@@ -352,7 +354,7 @@ class GenerationRequest(Body, VllmFields):
         if choices > limits.max_choices:
             raise refused(
                 "prompt" if self.choices_per_prompt == 1 else "n",
-                f"{choices} choices in one request are more than this server ever queues, {limits.max_choices} "
+                f"{choices} choices in one request are more than this server takes, {limits.max_choices} "
                 "(its option --max-waiting-requests)",
             )
 
