@@ -148,11 +148,14 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
         404: f"there is no such route; {_route_meant_by(request)}",
         405: f"this route has no method {request.method}",
     }
+    headers = dict(error.headers or {})
+    if "GET" in headers.get("Allow", ""):
+        headers["Allow"] += ", HEAD"  # `middleware` serves it on each route that has GET
     api_error = ApiError(
         error.status_code,
         message.get(error.status_code, str(error.detail)),
         code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
-        headers=error.headers,
+        headers=headers,
     )
     return await answer_api_error(request, api_error)
 

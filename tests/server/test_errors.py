@@ -291,6 +291,12 @@ def test_wrong_methods_on_completions(server: ServerProcess, method: str) -> Non
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
+def test_a_wrong_method_is_told_of_head_where_it_is_served(server: ServerProcess) -> None:
+    response = server.client.post("/v1/models")
+    assert_error(response, 405, None, "method_not_allowed")
+    assert response.headers["allow"] == "GET, HEAD"
+
+
 @pytest.mark.parametrize(
     "path", ["/", "/v1/models", "/health", "/ready", "/version", "/metrics", "/telemetry"]
 )
