@@ -27,7 +27,8 @@ that ends afterwards, and its pool of workers ends with it.
 | `masks`, up to four | token masks of grammars | `common.mask_threads` |
 | `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
 
-On a GPU, the `engine` thread launches the kernels of all passes, in every phase.
+On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its
+own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.engine_server`).
 
 With more than two cores, the engine's threads are in a process of their own by default (`common.engine_process`).
 Then the event loop's process turns tokens into text and finds stop strings.
@@ -73,7 +74,7 @@ class EngineThread:
     """Builds an engine and runs it in a thread of its own. Any thread may call the methods.
 
     Args:
-        make_engine: builds the engine; called in the engine's thread.
+        make_engine: builds the engine, and may do so in another thread; called in the engine's thread.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:

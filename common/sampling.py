@@ -5,7 +5,8 @@ generator. It takes the token at which the running sum of the probabilities, aft
 exceeds `u`.
 
 ```text
-logits ─> penalties ─> tokens not allowed now ─> temperature ─> top-k ─> top-p ─> min-p ─> inverse CDF(u)
+logits ─> biases ─> penalties ─> tokens not allowed now
+       ─> temperature ─> top-k ─> top-p ─> min-p ─> inverse CDF(u)
 ```
 
 Top-k and top-p need sorted tokens. Of 100,000 tokens the first thousand are almost always enough, and finding them
@@ -69,7 +70,10 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
 
 def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape (`kernels.tape`) can
-    record it."""
+    record it.
+
+    Phases 4 to 8 call it through `sample`, and phases 9 and 10 in `PipelinedRunner`.
+    """
     scores = _adjust(logits, inputs)
     if use_triton(scores):
         token_ids = draw_triton(scores, inputs.settings)

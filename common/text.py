@@ -147,6 +147,9 @@ _BYTE_LEVEL = _byte_level()
 class IncrementalDetokenizer:
     """Turns one request's tokens into text as they arrive, and cuts the text off at a stop string.
 
+    `common.commit.decode` calls `add`: in the engine's thread, or in the HTTP process if the engine has a process
+    of its own.
+
     Text is held back in two cases. A character's bytes may be spread over several tokens, so half a character is
     held. And text that may be the start of a stop string is held, so `add` may return less than was decoded:
 

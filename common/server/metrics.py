@@ -23,7 +23,7 @@ _PROCESS = ProcessCollector(registry=None)
 #: The engine's counters that vLLM has, too: vLLM's name for each, and its help text.
 _VLLM_COUNTERS = {
     "prompt_tokens": ("vllm:prompt_tokens", "Prompt tokens of requests whose computation has begun"),
-    "preemptions": ("vllm:num_preemptions", "Requests that lost their memory to others and began anew"),
+    "preemptions": ("vllm:num_preemptions", "Requests that lost their seat and memory and began anew"),
     "drafts": ("vllm:spec_decode_num_drafts", "Runs of guessed tokens that were verified"),
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Guessed tokens that were verified"),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true"),
