@@ -77,9 +77,10 @@ class NgramDrafter:
     def __init__(
         self, prompt: Sequence[int], prediction: Sequence[int] = (), shared: Dictionary | None = None
     ) -> None:
-        self.matched, self._seen, self._at, self._broken_at = 0, 0, 0, -NEAR
+        self.matched, self._seen, self._at = 0, 0, 0
         self._own, self._shared = Dictionary(), shared
         self._source = self._own.text
+        self._broken: tuple[list[int], int] = ([], 0)  # the text and the place where the latest match ended
         self.propose(prompt, 0)
         if prediction:
             self._source, self._at, self.matched = self._own.text, len(prompt), LONGEST
@@ -105,7 +106,7 @@ class NgramDrafter:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:
             if self.matched > 1:  # a match of one token is often chance
-                self._broken_at = self._at
+                self._broken = self._source, self._at
             self.matched = 0
         if self.matched < LONGEST:
             for each in (self._own, self._shared):
@@ -119,6 +120,9 @@ class NgramDrafter:
 
         Near are the next `NEAR` tokens.
         """
-        n, text, run = len(run), self._source, list(run)
-        places = range(max(n, self._broken_at + 1), min(self._broken_at + NEAR, len(text)) + 1)
+        text, broken_at = self._broken
+        if text is not self._source:
+            return None
+        n, run = len(run), list(run)
+        places = range(max(n, broken_at + 1), min(broken_at + NEAR, len(text)) + 1)
         return next((at for at in places if text[at - n : at] == run), None)

@@ -89,6 +89,15 @@ def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
         assert found == expected
 
 
+def test_behind_a_change_the_latest_place_of_another_text_is_taken() -> None:
+    """The place where a match ended in the request's own text means nothing in the texts of other requests."""
+    shared = Dictionary()
+    shared.add([9, 9, 9, 9, 90, 50, 8, 8, 90, 60])
+    drafter = NgramDrafter([1, 2, 3, 4, 5], shared=shared)
+    assert drafter.propose([1, 2, 3, 4, 5, 1, 2, 3], 1) == [4]
+    assert drafter.propose([1, 2, 3, 4, 5, 1, 2, 3, 90], 1) == [60]
+
+
 def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> None:
     engine = build("phase10_speculative", draft_from_finished=True)
     scheduler = engine.scheduler
