@@ -49,7 +49,7 @@ def test_every_status_and_the_stream_are_documented(server: ServerProcess) -> No
     responses = paths["/v1/completions"]["post"]["responses"]
     assert set(responses) == {"200", "400", "404", "408", "413", "415", "422", "500", "503", "504"}
     strict = paths["/openai/v1/completions"]["post"]["responses"]
-    assert set(strict) == {"200", "400", "404", "408", "413", "500", "503", "504"}
+    assert set(strict) == {"200", "400", "404", "408", "413", "415", "500", "503", "504"}
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "Retry-After" in responses["503"]["headers"]
     assert all("x-should-retry" in responses[status]["headers"] for status in ("500", "504"))
