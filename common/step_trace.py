@@ -137,7 +137,10 @@ class FrameMaker:
         }
 
     def _know(self, request: Request, frame: Frame) -> _Known:
-        """Return a request's entry. Add its id to `frame` if no frame since the latest key frame has named it."""
+        """Return what was last reported of a request, made at its first mention.
+
+        Adds the request's number, id and lengths to `frame` if no frame since the latest key frame has named it.
+        """
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
             known = self._known[request.request_id] = _Known(request, self._named)

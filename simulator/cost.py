@@ -33,7 +33,7 @@ class Work(NamedTuple):
         columns: number of keys that the queries of these rows see, summed over rows.
         held: like `columns`, but a block that several sequences share counts once: when one sequence has read it,
             it is in the processor's cache for the others. Estimated as at most the used KV memory plus one a row.
-        tokens: number of queries of all other sequences (prompts), padding included.
+        tokens: number of queries of all other sequences (prompts, or a token and its guesses), padding included.
         pairs: number of pairs of such a query and a key that it sees.
         logits: number of rows of logits, from each of which a token is chosen.
     """

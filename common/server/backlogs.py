@@ -26,7 +26,7 @@ FLOOR_BYTES = 64 * 1024
 
 
 class SlowReaderError(Exception):
-    """Raised to end an answer whose client reads too slowly. The message says why."""
+    """Ends an answer whose client reads too slowly. The message says why."""
 
 
 class Backlogs:

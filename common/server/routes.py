@@ -107,7 +107,7 @@ async def create_chat_completion(request: Request) -> Response:
 @router.post("/v1/responses")
 @router.post("/openai/v1/responses")
 async def create_response(request: Request) -> Response:
-    """Answer a list of items, as one response or, if asked to, as an event stream. Nothing is stored."""
+    """Answer a text or a list of items, as one response or, if asked to, as an event stream. Nothing is stored."""
     return await generate(request, RESPONSES)
 
 

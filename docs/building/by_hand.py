@@ -96,7 +96,10 @@ def compute(token_id: int, cache: Sequence[Token]) -> Token:
 
 
 def computed(token_ids: Sequence[int]) -> list[Token]:
-    """Compute all tokens of a text, one after the other."""
+    """Run the model by hand over a text. Return the intermediate results of each token, in order.
+
+    Each token sees the keys and values of the tokens before it.
+    """
     tokens: list[Token] = []
     for token_id in token_ids:
         tokens.append(compute(token_id, tokens))

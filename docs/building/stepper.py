@@ -95,9 +95,10 @@ STORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A position of the stepper's sliders: the phase, its sizes and the story of the requests.
+    """A position of the stepper's sliders, and so one trace: a phase, its options, and the requests that arrive.
 
-    `mark` is put after the phase's number: "-yours" for a learner's copy (see `tutor.stepping`).
+    `story` is the name of the requests in `STORIES`. `mark` is put after the phase's number: "-yours" for a
+    learner's copy (see `tutor.stepping`).
     """
 
     phase: int

@@ -29,7 +29,10 @@ from common.server.replies.shapes import (
 
 
 class NamedCompletionEvents(Chunks):
-    """The wire format of `/v1/completions`: named events whose `data`, except an error's, are OpenAI chunks."""
+    """The wire format of `/v1/completions`, this server's own: events named `token`, `done`, `usage` or `error`.
+
+    The `data` of an event, except an error's, is an OpenAI chunk. OpenAI's unnamed chunks are `CompletionChunks`.
+    """
 
     last = b""
 
@@ -135,7 +138,10 @@ def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkCho
 
 
 def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ShownTokens:
-    """Return vLLM's extension fields for these outputs. Fields about the prompt go with a choice's first output."""
+    """Return the token ids of these outputs, and of the prompt with a choice's first output, if the request asked.
+
+    The fields are vLLM's: `token_ids`, `prompt_token_ids` and `prompt_logprobs`.
+    """
     fields: ShownTokens = {}
     if answer.shown.token_ids:
         fields["token_ids"] = token_ids(said)

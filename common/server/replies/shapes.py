@@ -388,7 +388,7 @@ class CacheReset(TypedDict):
 
 
 class TelemetrySnapshot(TypedDict):
-    """Counters since the start, and a page of the latest steps."""
+    """Counters since the start, and a page of steps: from `since_step` on, by default the latest page."""
 
     phase: str
     max_batch_size: int
