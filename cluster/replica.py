@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 from ray import serve
 from ray.serve import metrics
 
@@ -18,6 +19,7 @@ from common.engine_thread import EngineThread
 from common.memory import freeze_objects
 from common.phases import find_phase
 from common.server.app import create_app
+from common.server.errors import from_exception
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
 from common.server.service import Service
@@ -77,11 +79,22 @@ class Replica:
     # ------------------------------------------------------------------ requests
 
     async def stream(self, request: Forwarded) -> AsyncIterator[str | list[Part]]:
-        """Yield this replica's name at once, then the parts of its answer as they come."""
+        """Yield this replica's name at once, then the parts of its answer as they come.
+
+        If the engine dies before the first byte of an event stream, the answer is a 503 as without a stream. The
+        front then asks another replica.
+        """
         yield self._name
         answer = LocalCall(self._app, request).answer()
+        streams = begun = False
         try:
             async for ready in answer:
+                streams = streams or any(isinstance(part, Head) and part.ends for part in ready)
+                if streams and not begun and self._worker.dead is not None:
+                    error = from_exception(self._worker.dead)
+                    yield [Head(error.status, ()), orjson.dumps(error.body())]
+                    return
+                begun = begun or any(isinstance(part, bytes) for part in ready)
                 yield ready
         finally:
             await answer.aclose()

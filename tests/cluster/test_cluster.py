@@ -260,3 +260,14 @@ def test_an_engine_that_dies_is_replaced_and_its_request_is_answered_by_another(
         assert small.complete()["usage"]["completion_tokens"] == 8
     eventually(lambda: watcher.health[-1]["status"] == "ok")
     assert any("engine_dead" in states.values() for states in watcher.states("degraded"))
+
+
+def test_a_stream_without_a_byte_goes_on_at_another_replica_if_its_engine_dies(
+    small: ServerProcess, death: Path
+) -> None:
+    before = set(replicas(small))
+    death.touch()
+    events = list(small.events())
+    assert not death.exists()
+    assert [name for name, _ in events] == ["token"] * 8 + ["done"]
+    eventually(lambda: len(replicas(small)) == 2 and len(set(replicas(small)) & before) == 1)
