@@ -117,7 +117,7 @@ class Replica:
 
     def load(self) -> Load:
         engine = self._service.engine
-        latest = engine.telemetry.latest
+        latest = self._worker.latest_step
         return Load(
             seats=engine.config.max_batch_size,
             active=latest.active,

@@ -140,7 +140,7 @@ def create_app(
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
     if pace_refusals:
-        app.add_middleware(PaceRefusals, is_computing=lambda: engine.telemetry.latest.active > 0)
+        app.add_middleware(PaceRefusals, is_computing=lambda: worker.latest_step.active > 0)
     app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app
