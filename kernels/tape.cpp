@@ -174,7 +174,7 @@ struct TapePlayer : torch::CustomClassHolder {
 
   // Submits a pass and returns its ticket. `after`, if not 0, is the ticket of an earlier pass: its outputs become this
   // pass's first inputs, and its error becomes this pass's error. The caller does not wait for it. So many `threads`
-  // share the pass, or the process's default number if it is 0.
+  // share the pass.
   int64_t submit(const c10::intrusive_ptr<Tape>& tape, std::vector<at::Tensor> inputs, int64_t after, int64_t threads) {
     std::lock_guard lock(mutex_);
     TORCH_CHECK(after <= submitted_, "nothing was handed in under ", after);
@@ -238,8 +238,7 @@ struct TapePlayer : torch::CustomClassHolder {
   }
 
   void run() {
-    at::init_num_threads();
-    const int64_t usual = at::get_num_threads();  // the process's default number of threads
+    at::get_num_threads();  // once in each thread this sets the number itself, so it comes before the first pass
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
@@ -247,7 +246,7 @@ struct TapePlayer : torch::CustomClassHolder {
       Job job = std::move(jobs_.front());
       jobs_.pop_front();
       Done before;
-      omp_set_num_threads(int(job.threads ? job.threads : usual));
+      omp_set_num_threads(int(job.threads));
       if (job.after) before = std::move(done_.extract(job.after).mapped());
       lock.unlock();
       Done done = std::move(before);
@@ -308,8 +307,7 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
   library.def("set_threads_here(int threads) -> int", &set_threads_here);
   library.class_<TapePlayer>("TapePlayer")
       .def(torch::init<>())
-      .def("submit", &TapePlayer::submit, "",
-           {torch::arg("tape"), torch::arg("inputs"), torch::arg("after"), torch::arg("threads") = 0})
+      .def("submit", &TapePlayer::submit)
       .def("wait", &TapePlayer::wait)
       .def("drain", &TapePlayer::drain)
       .def("take_times", &TapePlayer::take_times)

@@ -172,7 +172,7 @@ def test_passes_come_out_in_order_and_errors_to_whom_they_belong(player: torch.S
         lambda ids: torch.nn.functional.embedding(ids, torch.arange(12.0).view(4, 3)), torch.tensor([0])
     )
     good, bad = torch.tensor([3, 1]), torch.tensor([99])
-    tickets = [player.submit(lookup.recorded, [ids], 0) for ids in (good, bad, good)]
+    tickets = [player.submit(lookup.recorded, [ids], 0, 1) for ids in (good, bad, good)]
     assert player.wait(tickets[2])[0].tolist() == [[9, 10, 11], [3, 4, 5]]
     with pytest.raises(IndexError, match="out of range"):
         player.wait(tickets[1])
@@ -188,7 +188,7 @@ def test_a_pass_goes_on_while_python_keeps_its_lock(player: torch.ScriptObject) 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60.0)  # no other thread gets the lock while this thread runs
     try:
-        ticket = player.submit(tape.recorded, [x], 0)
+        ticket = player.submit(tape.recorded, [x], 0, 1)
         deadline = time.monotonic() + 30.0
         while not player.is_done(ticket, 0.0):
             assert time.monotonic() < deadline
@@ -203,7 +203,7 @@ def test_a_player_that_goes_away_first_plays_what_it_was_given() -> None:
     written.zero_()
     player = torch.classes.infer.TapePlayer()
     for _ in range(50):
-        player.submit(tape.recorded, [torch.ones(1)], 0)
+        player.submit(tape.recorded, [torch.ones(1)], 0, 1)
     del player
     assert written.item() == 50
 
@@ -216,7 +216,7 @@ assert native.load_native_kernels()
 weights = torch.randn(1500, 1500)
 tape, _ = record(lambda x: (x @ weights @ weights @ weights,), torch.randn(1500, 1500))
 player = torch.classes.infer.TapePlayer()
-player.submit(tape.recorded, [torch.randn(1500, 1500)], 0)
+player.submit(tape.recorded, [torch.randn(1500, 1500)], 0, 1)
 del tape, weights  # the pass that runs holds the last references
 del player
 print("ended")
@@ -234,16 +234,16 @@ def test_a_player_may_go_away_behind_its_tapes() -> None:
 def test_work_goes_on_with_what_earlier_work_returned(player: torch.ScriptObject) -> None:
     double = record(lambda x: (x * 2, x + 1), torch.ones(1))[0]
     add_up = recorded(lambda a, b, c: a + b * c, *torch.ones(3, 1))
-    first = player.submit(double.recorded, [torch.tensor([3.0])], 0)
-    second = player.submit(add_up.recorded, [torch.tensor([10.0])], first)
+    first = player.submit(double.recorded, [torch.tensor([3.0])], 0, 1)
+    second = player.submit(add_up.recorded, [torch.tensor([10.0])], first, 1)
     assert player.wait(second)[0].tolist() == [6 + 4 * 10]
-    bad = player.submit(double.recorded, [], 0)
-    behind = player.submit(add_up.recorded, [torch.ones(1)], bad)
+    bad = player.submit(double.recorded, [], 0, 1)
+    behind = player.submit(add_up.recorded, [torch.ones(1)], bad, 1)
     with pytest.raises(RuntimeError, match="a tape of 1 inputs was given 0"):
         player.wait(behind)
     with pytest.raises(RuntimeError, match="nothing was handed in under 99"):
-        player.submit(double.recorded, [torch.ones(1)], 99)
-    assert player.wait(player.submit(double.recorded, [torch.ones(1)], 0))[1].item() == 2.0
+        player.submit(double.recorded, [torch.ones(1)], 99, 1)
+    assert player.wait(player.submit(double.recorded, [torch.ones(1)], 0, 1))[1].item() == 2.0
 
 
 @pytest.mark.parametrize("played", [True, False])
@@ -259,7 +259,9 @@ def test_a_tape_whose_operator_raises_keeps_no_tensor_of_its_pass(
     x = torch.ones(1, 2)
     kept = weakref.ref(x)
     inputs = [x, torch.tensor([9])]
-    play = (lambda: player.wait(player.submit(tape.recorded, inputs, 0))) if played else lambda: tape(*inputs)
+    play = (
+        (lambda: player.wait(player.submit(tape.recorded, inputs, 0, 1))) if played else lambda: tape(*inputs)
+    )
     with pytest.raises(IndexError, match="out of range"):
         play()
     inputs.clear()
