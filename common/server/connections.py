@@ -36,8 +36,7 @@ from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport
 
 logger = logging.getLogger(__name__)
 
-#: Timeouts of a connection beyond the bound on their number, in seconds: for a request's head, and between
-#: requests.
+#: Timeouts of a connection beyond the bound, in seconds: for a request's head, and between requests.
 SPARE_TIMEOUT_S = 5.0
 #: If a client takes fewer bytes of an answer within `send_s`, its connection is closed. The HTTP server holds
 #: 64 KiB of a connection's bytes and takes more when 16 KiB are left, so smaller progress would not be seen.
@@ -101,14 +100,9 @@ class Config(uvicorn.Config):
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return by how many connections a bound is exceeded, and log a warning if one is.
+        """Return by how many connections the bound on all, or that of `address`, is exceeded; warn if one is.
 
-        There are two bounds, on all connections and on those of one address. The larger excess counts. 0 or less
-        means that neither bound is exceeded.
-
-        Args:
-            connections: number of open connections.
-            address: the new connection's address; None if that address has no bound of its own.
+        The larger excess counts; 0 or less: neither is exceeded. `address`: None if it has no bound of its own.
         """
         limits = self.limits
         beyond = connections - limits.connections
@@ -131,8 +125,7 @@ class Config(uvicorn.Config):
             del self.addresses[address]
 
     def _warn(self, message: str, *values: object) -> None:
-        """Log a warning, at most one in `WARN_EVERY_S`: a client that opens too many connections may open
-        thousands."""
+        """Log a warning, at most one in `WARN_EVERY_S`: a client may open thousands of connections."""
         if time.monotonic() - self.last_warning_s >= WARN_EVERY_S:
             self.last_warning_s = time.monotonic()
             logger.warning(f"{message}: more are refused", *values)
@@ -212,10 +205,8 @@ class Connection(H11Protocol):
         self._stop_sending()
 
     def shutdown(self) -> None:
-        """Close at the server's shutdown: now if idle, otherwise when the answer is complete.
-
-        If only the client is still sending, close after `LAST_LINGER_S`.
-        """
+        """Close at the server's shutdown: now if idle, after `LAST_LINGER_S` if only the client is still sending,
+        otherwise when the answer is complete."""
         super().shutdown()
         self._lingering.hurry(LAST_LINGER_S)
 
@@ -235,10 +226,7 @@ class Connection(H11Protocol):
             self._after_reading()
 
     def handle_events(self) -> None:
-        """Handle parsed events until none is left or this turn of the event loop has parsed `EVENTS_PER_TURN`.
-
-        In the second case the next turn goes on.
-        """
+        """Handle at most `EVENTS_PER_TURN` parsed events. The event loop's next turn goes on with the others."""
         if self._next_turn is not None:
             return
         self.conn.begin_turn()
@@ -271,10 +259,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start the timer that bounds the wait for the rest of a request, or for the next request.
-
-        The first timer is stopped once the whole request has come.
-        """
+        """Start the timer for the rest of a request (stopped once all of it has come), or for the next request."""
         if self.transport.is_closing():
             self._stop_receiving()
             return
@@ -305,10 +290,8 @@ class Connection(H11Protocol):
             )
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection, because its bytes are not HTTP or come in too many pieces.
-
-        If no answer has begun, send the error before.
-        """
+        """Close the connection, because its bytes are not HTTP or come in too many pieces. If no answer has begun,
+        send the error before."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(self.conn.refusal or ApiError(400, msg, code="invalid_http"))
         else:
@@ -353,10 +336,7 @@ class Connection(H11Protocol):
         self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
 
     def _count_unread(self) -> None:
-        """Update the count of a complete answer's unread bytes, now and every `COUNT_AFTER_S` seconds.
-
-        A stream's unread bytes are counted by its `Backlog` instead.
-        """
+        """Count a complete answer's unread bytes, now and every `COUNT_AFTER_S`. A stream has a `Backlog`."""
         self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
         if self.cycle.response_complete:
             if self._unread is None:
