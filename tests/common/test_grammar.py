@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import signal
 import subprocess
 import threading
@@ -255,7 +254,8 @@ class Broken:
 
 # ---------------------------------------------------------------------- refusals
 
-REFUSED = {
+# name: a grammar, and parts of reasons for which it may be refused.
+REFUSED: dict[str, tuple[Grammar, *tuple[str, ...]]] = {
     "type": (Grammar.json_schema({"type": "text"}), "Invalid type: text"),
     "unsupported": (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "nested unsupported": (Grammar.json_schema({"properties": {"a": {"not": {}}}}), '"not"'),
@@ -266,7 +266,7 @@ REFUSED = {
     "nothing": (Grammar.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}), "a"),
     "endless": (Grammar.json_schema({"$ref": "#"}), "no text matches it"),
     "no json": (Grammar.json_schema("{oops"), "line 1"),
-    "no schema": (Grammar.json_schema("[1]"), "."),
+    "no schema": (Grammar.json_schema("[1]"), ""),
     "look-around": (Grammar.regex("a(?=b)"), "look-ahead"),
     "back reference": (Grammar.regex(r"(a)\1"), "backreferences"),
     "brackets": (Grammar.regex("[a-z"), "unclosed"),
@@ -293,7 +293,8 @@ REFUSED = {
         Grammar.context_free("start: (" + " | ".join(f'"{i}"' for i in range(1500)) + ")+"),
         "has 1503 items",
     ),
-    "what grows": (Grammar.regex("a{1000000000}"), "after 1 token: "),
+    # Its first mask takes 0.8 s of processor time on one machine, so more than the limit of 1 s on a slower one.
+    "what grows": (Grammar.regex("a{1000000000}"), "after 1 token: ", "too much time"),
     "rules that grow": (Grammar.context_free('start: a{1,1000000000}\na: "x"{1000000}'), "after 1 token: "),
     "depth": (
         Grammar.context_free("".join(f"a{i}: a{i + 1}\n" for i in range(4000)) + 'a4000: "x"\nstart: a0'),
@@ -304,9 +305,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
-    grammar, reason = REFUSED[name]
-    with pytest.raises(InvalidGrammarError, match=re.escape(reason) if reason != "." else reason) as refused:
+    grammar, *reasons = REFUSED[name]
+    with pytest.raises(InvalidGrammarError) as refused:
         COMPILER.new_matcher(grammar)
+    assert any(reason in str(refused.value) for reason in reasons), refused.value
     assert "\n" not in str(refused.value)
     assert ord("a") in allowed(COMPILER.new_matcher(Grammar.regex(f"a{{{len(name)}}}")))
 
@@ -315,14 +317,14 @@ def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
 
 
 def compiler_with(
-    monkeypatch: pytest.MonkeyPatch, started: Callable[[subprocess.Popen[bytes]], None]
+    monkeypatch: pytest.MonkeyPatch, started: Callable[[subprocess.Popen[str]], None]
 ) -> GrammarCompiler:
     """Return a compiler that calls `started` with each of its trial processes."""
     compiler = GrammarCompiler(byte_tokenizer(), [EOS])
     trial = type(compiler._trial)
     start = trial._start
 
-    def starting(options: Any) -> subprocess.Popen[bytes]:
+    def starting(options: Any) -> subprocess.Popen[str]:
         process = start(options)
         started(process)
         return process
@@ -331,13 +333,13 @@ def compiler_with(
     return compiler
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
 
 
 def test_a_grammar_is_tried_once_and_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[str]] = []
     tried: list[str] = []
     compiler = compiler_with(monkeypatch, started.append)
     run = type(compiler._trial).run
