@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from common.config import EngineConfig
@@ -64,8 +64,9 @@ class StepPlan:
         return (*self.decode, *[chunk.request for chunk in self.prefill])
 
     def without_ended(self) -> StepPlan:
-        """Return a plan with the same work, except for requests that have ended since. Its `verifies` is False."""
-        return StepPlan(
+        """Return a plan with the same work, except for requests that have ended since."""
+        return replace(
+            self,
             decode=tuple(request for request in self.decode if not request.is_terminal),
             prefill=tuple(chunk for chunk in self.prefill if not chunk.request.is_terminal),
         )

@@ -8,9 +8,9 @@
 
 On a CPU, the last two pad, since bfloat16 products are compiled for every new size. `gathered_attention`
 fills queries and gathered columns up to whole tiles of 64: a chunk of 65 queries is computed as 128. The C++ kernel
-fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. It computes up to 16
-rows in bfloat16 without padding, if the processor has the instructions. Padding columns are hidden from every
-query, and results of padding queries are dropped.
+fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. If the processor has
+the instructions, it computes up to 16 rows without padding, except in bfloat16 with the matrix tiles of Intel AMX,
+which always have 16 rows. Padding columns are hidden from every query, and results of padding queries are dropped.
 
 `kernels.attention_layout` computes which columns a query sees, and their addresses.
 """

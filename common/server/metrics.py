@@ -81,7 +81,7 @@ class Metrics(Collector):
         )
         yield self._counter(
             "vllm:prefix_cache_queries",
-            "Prompt tokens that were looked for in the prefix cache",
+            "Prompt tokens of admitted requests, whether or not they may be found in the prefix cache",
             counters.prompt_tokens,
         )
         yield self._counter(

@@ -23,7 +23,7 @@ from docs.building import stepper, terms  # noqa: E402
 
 logger = logging.getLogger("mkdocs.hooks.progress")
 
-COURSE = "The course"  # the section of the navigation whose pages link words to the glossary
+LINKED = ("The course", "Ideas", "Using it")  # sections whose pages link words to the glossary
 DEFINING = ("glossary.md", "metrics.md")
 RANKED_LAST = ("reference/", "ledger.md")
 LAST = 0.001  # a word in a title counts a thousand times, and the reference is full of titles
@@ -60,9 +60,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Give the glossary's entries anchors, and link to them from the pages of the course."""
+    """Give the glossary's entries anchors, and link to them from the pages that explain."""
     if page.file.src_uri in DEFINING:
         return terms.with_anchors(html)
-    if page.parent is not None and page.parent.title == COURSE:
+    if page.parent is not None and page.parent.title in LINKED:
         return terms.linked(html, "../" * page.file.src_uri.count("/"))
     return html

@@ -1,4 +1,4 @@
-"""Links the first use of each term on a page of the course to its entry in the glossary or on the metrics page."""
+"""Links the first use of each term on a page to its entry in the glossary or on the metrics page."""
 
 from __future__ import annotations
 
