@@ -12,7 +12,10 @@ from phase9_pipelined.scheduler import PipelinedScheduler as Scheduler
 __all__ = ["PHASE", "Config", "Runner", "Scheduler", "build_engine"]
 
 PHASE = Phase(
-    9, "phase9_pipelined", "Pipelined decoding", "launch the next step before the last tokens are read"
+    9,
+    "phase9_pipelined",
+    "Pipelined decoding",
+    "launch the next step before the previous step's tokens are read",
 )
 
 build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, open_pool)
