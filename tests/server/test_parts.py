@@ -90,6 +90,12 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
         "So: " + HERMES.replace("weather", "w"),
         [],
     ),
+    "hermes, half a character": (
+        HermesReader,
+        '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "weather"}</tool_call>',
+        '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "weather"}</tool_call>',
+        [],
+    ),
     "hermes, no JSON": (HermesReader, "A <tool_call> is a tag, {", "A <tool_call> is a tag, {", []),
     "hermes, no marker": (HermesReader, " a <tool or <tool_cal", " a <tool or <tool_cal", []),
     "hermes, JSON without a marker": (HermesReader, LLAMA, LLAMA, []),
@@ -105,6 +111,7 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
         [],
     ),
     "llama, JSON of a tool's name": (LlamaReader, '{"name": "add"}', '{"name": "add"}', []),
+    "llama, nested deeply": (LlamaReader, '{"name": ' + "[" * 2000, '{"name": ' + "[" * 2000, []),
     "llama, broken off early": (LlamaReader, '{"name": "wea', '{"name": "wea', []),
     "llama, a call behind text": (LlamaReader, "Say " + LLAMA, "Say " + LLAMA, []),
     "python": (PythonReader, '[weather(city="Rome")]', "", ROME),
@@ -121,6 +128,12 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
         "[weather(city='a \"}\" \\\\ {[ </tool_call> é', days=[1, {'a': None}], sure=True)]",
         "",
         one_call(**NESTED),
+    ),
+    "python, halves of a character": (
+        PythonReader,
+        r"[weather(city='\ud83e\udd8a'), weather(city='\ud83e')]",
+        r", weather(city='\ud83e')]",
+        one_call(city="🦊"),
     ),
     "python, JSON values": (
         PythonReader,

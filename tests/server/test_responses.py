@@ -355,6 +355,8 @@ def test_a_call_that_is_cut_off_is_incomplete(server: ServerProcess) -> None:
     fields = TOOLS | {"max_output_tokens": 14, "tool_choice": {"type": "function", "name": "find_fox"}}
     answer = respond(server, **fields)
     assert (answer["status"], answer["output"][-1]["status"]) == ("incomplete", "incomplete")
+    stopped = respond(server, **fields | {"max_output_tokens": 100, "stop": "place"})
+    assert (stopped["status"], stopped["output"][-1]["status"]) == ("completed", "incomplete")
 
 
 def test_a_model_need_not_call(server: ServerProcess) -> None:

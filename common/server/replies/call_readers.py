@@ -9,6 +9,8 @@ from ast import literal_eval
 from collections.abc import Collection
 from typing import Any, ClassVar
 
+from pydantic_core import from_json
+
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, CallSyntax, Dialect
 from common.server.replies.parts import PartsReader
 
@@ -212,9 +214,9 @@ class LlamaReader(_JsonReader):
 
 
 def _loaded(text: str) -> Any:
-    """Return the value of a JSON text; None if the text is not JSON."""
+    """Return the value of a JSON text; None if the text is not JSON, or is nested deeper than 200 levels."""
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         return None
 
@@ -330,14 +332,13 @@ def _value(text: str) -> Any:
         ValueError, SyntaxError: the text is neither, or is a literal that JSON cannot hold.
     """
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         value = literal_eval(text)
     try:
-        json.dumps(value)
+        return from_json(json.dumps(value))  # joins a pair of surrogates, such as '\ud83d\ude00'
     except TypeError as error:  # bytes, sets, complex numbers
         raise ValueError(str(error)) from None
-    return value
 
 
 # ---------------------------------------------------------------------- the choice of a reader

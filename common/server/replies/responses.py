@@ -181,7 +181,8 @@ class ResponseEvents(WireFormat):
         status: Status = "incomplete" if output.finish_reason == "length" else "completed"
         if all(item["type"] == "reasoning" for item in self._output) and status == "completed":
             yield from self._begin("message", role="assistant", content=[])  # clients look for an answer
-        yield from self._finish(status)
+        broken_off = choice.reader is not None and choice.reader.in_call
+        yield from self._finish("incomplete" if broken_off else status)
         response = self._response(status)
         response["usage"] = self._usage(choice)
         if status == "completed":
