@@ -30,7 +30,7 @@ def check(page: str) -> tuple[int, list[str]]:
 
 
 def test_the_page_of_a_server(server: ServerProcess) -> None:
-    """`promtool check metrics`: it finds fault with the colons of vLLM's names, and with nothing else."""
+    """`promtool check metrics`: it finds fault with the colons of names, and with nothing else."""
     server.complete()
     server.events()
     page = server.client.get("/metrics").text
