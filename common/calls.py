@@ -24,8 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
+
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
-from common.grammar import Grammar
+from common.errors import InvalidGrammarError
+from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from common.grammar_trial import WHITESPACE
 
 #: Most calls in one constrained answer. Small models do not know when to stop.
@@ -62,8 +65,8 @@ class Function:
 class Call(NamedTuple):
     """A call in an earlier message.
 
-    `arguments` is an object. If the arguments' text is no JSON object (say, the model broke the call off), it is
-    that text.
+    `arguments` is an object. If the arguments' text is no JSON object (say, the model broke the call off), or one
+    that is nested too deeply or has half a surrogate pair, it is that text.
     """
 
     id: str
@@ -74,7 +77,7 @@ class Call(NamedTuple):
     def of(cls, call_id: str, name: str, arguments: str) -> Call:
         """Return a call, given the JSON text of its arguments. An empty text means no arguments."""
         try:
-            value = json.loads(arguments or "{}")
+            value = from_json(arguments or "{}")
         except ValueError:
             return cls(call_id, name, arguments)
         return cls(call_id, name, value if isinstance(value, dict) else arguments)
@@ -197,6 +200,9 @@ class ToolUse:
             dialect: the model's dialect. It must have a syntax of calls.
             thinking: whether the prompt ends within a thought, which the answer continues.
             otherwise: the JSON Schema of an answer that is not a call; None: any text.
+
+        Raises:
+            InvalidGrammarError: the grammar would be too long.
         """
         is_free = not self.required and self.parallel and otherwise is None
         if is_free and not any(function.strict for function in self.callable):
@@ -303,10 +309,17 @@ class _Writer:
         Args:
             number: the function's index, for unique names of rules.
             schema: the JSON Schema of the arguments.
+
+        Raises:
+            InvalidGrammarError: the rules so far are longer than any grammar that is compiled.
         """
-        properties, needed = schema.get("properties", {}), schema.get("required", [])
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            return ""
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        says_more = schema.keys() - _PLAIN_KEYS or set(needed) - set(properties)
+        says_more = schema.keys() - _PLAIN_KEYS or any(
+            not isinstance(name, str) or name not in properties for name in required
+        )
         if not properties and schema.get("additionalProperties") is not False:
             return ""
         if says_more or not all(
@@ -318,13 +331,22 @@ class _Writer:
             return ""
         # `first` before the first argument, `more` after it, where a comma comes first.
         self._rules += [f'{kind}_{number}_{len(properties)}: ""' for kind in ("first", "more")]
+        needed, characters = set(required), sum(map(len, self._rules))
         for place, (name, value) in enumerate(properties.items()):
             here, following = f"{number}_{place}", f"{number}_{place + 1}"
-            self._rules.append(f"value_{here}: {_literal(name + '=')} {_schema(value | shared)}")
+            rules = [f"value_{here}: {_literal(name + '=')} {_schema(value | shared)}"]
             chosen = {"first": f"value_{here}", "more": f'", " value_{here}'}
             for kind, argument in chosen.items():
                 skipped = "" if name in needed else f" | {kind}_{following}"
-                self._rules.append(f"{kind}_{here}: {argument} more_{following}{skipped}")
+                rules.append(f"{kind}_{here}: {argument} more_{following}{skipped}")
+            self._rules += rules
+            characters += sum(map(len, rules))
+            if characters > MAX_GRAMMAR_CHARACTERS:  # every argument's rule repeats the shared schemas
+                raise InvalidGrammarError(
+                    f"tools: the grammar of their calls has over {MAX_GRAMMAR_CHARACTERS} characters, the most "
+                    "that are compiled",
+                    param="tools",
+                )
         return f"first_{number}_0"
 
     def _any_keywords(self) -> str:

@@ -6,9 +6,10 @@ In a server, this part runs in the process that answers HTTP requests. The engin
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,6 +89,8 @@ class EngineFront(ABC):
         self.dead: EngineDeadError | None = None
         self.paused = False
         self._ids = itertools.count()
+        # The choices of a request share their allowed tokens. A server makes the choices of two requests at a time.
+        self._allowed_tokens = functools.lru_cache(maxsize=2)(functools.partial(_allowed_tokens, tokenizer))
 
     @property
     @abstractmethod
@@ -164,25 +167,15 @@ class EngineFront(ABC):
             raise InvalidPromptError(
                 f"token id {outside} is not in the vocabulary of {vocab_size}", param="prompt"
             )
-        named: dict[str, Sequence[int]] = {
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": [i for i, _ in params.logit_bias],
-            "allowed_token_ids": params.allowed_token_ids or (),
-        }
-        for param, ids in named.items():
-            beyond = next((i for i in ids if not 0 <= i < vocab_size), None)
-            if beyond is not None:
-                raise InvalidRequestError(
-                    f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
-                )
+        _check_known("stop_token_ids", params.stop_token_ids, vocab_size)
+        _check_known("logit_bias", [i for i, _ in params.logit_bias], vocab_size)
         if priority and not self.has_priorities:
             raise InvalidRequestError(
                 f"priority: {self.phase.slug} serves requests as they arrive; send 0, or leave it out",
                 param="priority",
             )
-        allowed = AllowedTokens.of(self.tokenizer, params.allowed_token_ids, params.bad_words)
-        if allowed is not None and allowed.is_empty:
-            raise InvalidRequestError("bad_words: they forbid every allowed token", param="bad_words")
+        ids = params.allowed_token_ids
+        allowed = self._allowed_tokens(vocab_size, None if ids is None else tuple(ids), tuple(params.bad_words))
         if matcher is None and params.grammar is not None:
             matcher = self.new_matcher(params.grammar)
         return Request(
@@ -244,3 +237,27 @@ class EngineFront(ABC):
                 f"{at_least}{prompt_tokens + new_tokens}; this server holds {limit} a request",
                 param="max_tokens",
             )
+
+
+def _check_known(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError if the parameter `param` has a token id outside the vocabulary."""
+    beyond = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+    if beyond is not None:
+        raise InvalidRequestError(
+            f"{param}: token id {beyond} is not in the vocabulary of {vocab_size}", param=param
+        )
+
+
+def _allowed_tokens(
+    tokenizer: Tokenizer, vocab_size: int, token_ids: tuple[int, ...] | None, bad_words: tuple[str, ...]
+) -> AllowedTokens | None:
+    """Return the tokens that `allowed_token_ids` and `bad_words` of a request allow; None if they allow all.
+
+    Raises:
+        InvalidRequestError: a token id is not in the vocabulary, or no token is allowed.
+    """
+    _check_known("allowed_token_ids", token_ids or (), vocab_size)
+    allowed = AllowedTokens.of(tokenizer, token_ids, bad_words)
+    if allowed is not None and allowed.is_empty:
+        raise InvalidRequestError("bad_words: they forbid every allowed token", param="bad_words")
+    return allowed

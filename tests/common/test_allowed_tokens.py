@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from common.grammar import Grammar
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
 from common.request import Request, SamplingParams
+from common.server.bodies import Limits, parse
+from common.server.requests.completions import CompletionRequest
 from common.text import Tokenizer
 from tests.engine_helpers import (
     EOS,
@@ -201,3 +204,19 @@ def test_only_words_of_several_tokens_wait_for_the_token_before() -> None:
     assert not waits(tokenizer, bad_words=("a", "b"), allowed_token_ids=(1, 2))
     assert waits(tokenizer, bad_words=("ab",))
     assert not waits(tokenizer)
+
+
+def test_the_choices_of_an_answer_share_their_allowed_tokens() -> None:
+    body = {"prompt": "x", "n": 16, "allowed_token_ids": [*range(97, 123)], "bad_words": ["fox"]}
+    limits = Limits(models=("m",), max_choices=16, vocab_size=VOCAB)
+    wanted = parse(json.dumps(body).encode(), CompletionRequest, limits)
+    engine = build("continuous")
+    requests = [
+        engine.create_request("x", wanted.sampling_params(choice, 3, SamplingParams()))
+        for choice in range(16)
+    ]
+    assert len({id(request.params.allowed_token_ids) for request in requests}) == 1
+    assert len({id(request.allowed) for request in requests}) == 1
+    other = engine.create_request("x", greedy(3, allowed_token_ids=(98,))).allowed
+    assert other is not None
+    assert tokens_in(other.mask([])) == {98}

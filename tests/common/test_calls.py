@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from common import grammar_trial
+from common import calls, grammar_trial
 from common.calls import MAX_CALLS, Call, Function, ToolUse, behind_thought, told_in_messages, written
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+from common.errors import InvalidGrammarError
+from common.grammar import MAX_GRAMMAR_CHARACTERS
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from tests.tool_schemas import parameters
@@ -296,6 +298,70 @@ def test_references_hold_within_a_call(
         assert not any(accepts(grammar, text) for text in texts[json.dumps(each)]), each
 
 
+class ScannedList(list[str]):
+    """A list that counts how often it is scanned for a value."""
+
+    scans = 0
+
+    def __contains__(self, value: object) -> bool:
+        self.scans += 1
+        return super().__contains__(value)
+
+
+@pytest.mark.parametrize(("functions", "shared"), [(1, 30_000), (100, 1_000)])
+def test_no_more_is_written_than_the_longest_grammar(
+    functions: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Python's syntax, the schema of every argument repeats the shared schemas."""
+    written_schemas: list[str] = []
+
+    def write(schema: dict[str, Any]) -> str:
+        written_schemas.append(schema_text(schema))
+        return written_schemas[-1]
+
+    schema_text = calls._schema
+    monkeypatch.setattr(calls, "_schema", write)
+    schema = {"properties": {f"a{n}": {} for n in range(20)}, "$defs": {"x": {"description": "y" * shared}}}
+    tools = tuple(Function(f"f{number}", None, schema) for number in range(functions))
+    use = ToolUse(tools, tools, required=True)
+    with pytest.raises(InvalidGrammarError, match=str(MAX_GRAMMAR_CHARACTERS)) as refused:
+        use.grammar(dialect("pythonic"))
+    assert refused.value.param == "tools"
+    assert sum(map(len, written_schemas)) < MAX_GRAMMAR_CHARACTERS + 2 * shared
+    for syntax in ("hermes", "llama3_json"):
+        written_schemas.clear()
+        assert use.grammar(dialect(syntax)) is not None
+        assert len(written_schemas) == functions
+
+
+def test_the_required_arguments_are_not_scanned_for_each_argument() -> None:
+    required = ScannedList(["a0"] * 100)
+    schema = {"properties": {f"a{n}": {"const": n} for n in range(100)}, "required": required}
+    function = Function("weather", None, schema)
+    grammar = ToolUse((function,), (function,), required=True).grammar(dialect("pythonic"))
+    assert required.scans == 0
+    assert accepts(grammar, "[weather(a0=0, a7=7)]")
+    assert not accepts(grammar, "[weather(a7=7)]")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]},
+        {"properties": 5},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {}}, "required": [{}]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_a_malformed_schema_is_left_to_the_compiler(syntax: CallSyntax, schema: dict[str, Any]) -> None:
+    function = Function("weather", None, schema)
+    grammar = ToolUse((function,), (function,), required=True).grammar(dialect(syntax))
+    with pytest.raises(ValueError, match=r"propert|required"):
+        matcher_of(grammar)
+
+
 # ---------------------------------------------------------------------- what a model is told
 
 VALUES = st.recursive(
@@ -320,6 +386,19 @@ def test_a_broken_call_is_told_as_it_was() -> None:
     assert call.arguments == '{"city": "Ro'
     assert Call.of("1", "weather", "").arguments == {}
     assert '"arguments": "{\\"city\\": \\"Ro"' in written("hermes", [call])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"city": "\\ud83d"}', '{"\\ude00": 1}', "[" * 5000, '{"city":' * 5000 + "1" + "}" * 5000],
+    ids=lambda value: value[:16],
+)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_arguments_that_no_prompt_can_show_are_told_as_text(syntax: CallSyntax, arguments: str) -> None:
+    call = Call.of("1", "weather", arguments)
+    assert call.arguments == arguments
+    assert written(syntax, [call]).encode()
+    assert Call.of("1", "weather", '{"city": "\\ud83d\\ude00"}').arguments == {"city": "😀"}
 
 
 def test_tools_are_told_in_plain_messages() -> None:

@@ -218,6 +218,11 @@ def test_a_schema_is_not_forced_on_a_thought(server: ServerProcess) -> None:
     assert answer["output"][0]["content"][0]["text"] == message["content"]
 
 
+def test_a_schema_that_is_too_deep_is_refused(server: ServerProcess) -> None:
+    response = server.ask("/v1/chat/completions", structured_outputs={"json": "[" * 5000})
+    assert_error(response, 422, "structured_outputs.json")
+
+
 def first_token(text: str) -> int:
     tokens: list[int] = open_checkpoint("zoo:llama-tiny").tokenizer().encode(text, add_special_tokens=False)
     return tokens[0]

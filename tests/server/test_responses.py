@@ -177,6 +177,16 @@ def test_a_response_repeats_its_settings(server: ServerProcess) -> None:
     assert plain["text"] == {"format": {"type": "text"}}
 
 
+def test_a_response_repeats_integers_of_any_size(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**64}}}
+    tools = [{"type": "function", "name": "f", "description": None, "parameters": schema, "strict": True}]
+    form = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    fields = {"tools": tools, "text": form}
+    streamed = stream(server, **fields)[-1]["response"]
+    for answer in (respond(server, **fields), streamed):
+        assert {name: answer[name] for name in fields} == fields
+
+
 def test_as_long_as_fits_unless_told_otherwise(server: ServerProcess) -> None:
     usage = respond(server, max_output_tokens=None, ignore_eos=True)["usage"]
     assert usage["total_tokens"] == 1024, "the server's --max-seq-len"

@@ -242,6 +242,22 @@ def test_calls_and_results_go_back(server: ServerProcess, prefix: str) -> None:
     assert ask(server, prefix, messages=messages, tools=None)["usage"]["prompt_tokens"] > 0
 
 
+#: JSON texts that no prompt can show as objects: half a surrogate pair, and too many levels.
+NO_OBJECTS = {"surrogate": '{"place": "\\ud83d"}', "deep": '{"place":' * 1500 + "1" + "}" * 1500}
+
+
+@pytest.mark.parametrize("arguments", NO_OBJECTS.values(), ids=NO_OBJECTS)
+def test_arguments_that_are_no_object_go_back_as_text(server: ServerProcess, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "find_fox", "arguments": arguments}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ask(server, messages=messages, tools=None, max_tokens=4, truncate_prompt_tokens=-1)
+    tokens = answer_of(server.client.post("/tokenize", json={"messages": messages}))["tokens"]
+    text = answer_of(server.client.post("/detokenize", json={"tokens": tokens}))["prompt"]
+    assert json.dumps(arguments) in text
+    item = {"type": "function_call", "call_id": "1", "name": "find_fox", "arguments": arguments}
+    answer_of(server.ask("/v1/responses", input=[*MESSAGES, item], truncation="auto"))
+
+
 def test_tokens_are_counted_with_tools(server: ServerProcess) -> None:
     body = {"model": server.model, "messages": MESSAGES, "tools": TOOLS}
     count = server.client.post("/tokenize", json=body).json()["count"]
@@ -271,6 +287,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "any"}, "tool_choice", "required"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "tools"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON Schema"),
+    ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json", "JSON Schema"),
     ({"functions": [{"name": "f"}]}, "functions", "tools"),
     ({"function_call": {"name": "f"}}, "function_call", "tools"),
     ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "messages[0].role", "tool_calls"),
@@ -344,6 +361,22 @@ def test_each_syntax_is_followed_and_read(other: ServerProcess, thing: str) -> N
         assert len(calls_of(choice)) == 1 or thing == "several"
     chunks = other.chunks("/v1/chat/completions", **fields)
     assert settled(chunks, 4) == [same(each) for each in answer["choices"]]
+
+
+BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
+    "malformed properties": ({"properties": [1]}, ""),
+    "malformed names": ({"properties": {"a": {}}, "required": [{}]}, ""),
+    "too long": ({"properties": {"a": {}, "b": {}}, "$defs": {"x": {"description": "y" * 70_000}}}, "65536"),
+}
+
+
+@pytest.mark.parametrize(("schema", "says"), BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
+def test_each_syntax_refuses_bad_schemas(other: ServerProcess, schema: dict[str, Any], says: str) -> None:
+    bad = {"tools": [tool("hide", parameters=schema)], "tool_choice": "required"}
+    for stream in (False, True):
+        response = other.ask("/v1/chat/completions", **bad, stream=stream)
+        assert_error(response, 422, "tools", says=says)
+    other.assert_serves()
 
 
 @pytest.mark.parametrize("other", KNOWS_TOOLS, indirect=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
+from pydantic_core import from_json
 
 from common.calls import Function, ToolUse, behind_thought, told_in_messages
 from common.chat_template import RESERVED
@@ -185,9 +185,10 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
 
 
 def _schema_of(grammar: Grammar) -> dict[str, Any] | None:
-    """Return a grammar's JSON Schema. None if the grammar is of another kind, or its schema is no JSON object."""
+    """Return a grammar's JSON Schema. None if the grammar is of another kind, or its schema is no JSON object, or
+    it is nested too deeply."""
     try:
-        schema = json.loads(grammar.text) if grammar.kind == "json_schema" else None
+        schema = from_json(grammar.text) if grammar.kind == "json_schema" else None
     except ValueError:
         return None
     return schema if isinstance(schema, dict) else None

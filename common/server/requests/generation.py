@@ -259,7 +259,8 @@ class GenerationRequest(Body, VllmFields):
         """Return the path of the field that restricts the answer, and its grammar; None: the answer is any text.
 
         Raises:
-            InvalidRequestError: the dialect has no syntax for the tool calls that the request asks for.
+            InvalidRequestError: the dialect has no syntax for the tool calls that the request asks for, or their
+                grammar would be too long.
         """
         return self.named_grammar
 
@@ -307,6 +308,11 @@ class GenerationRequest(Body, VllmFields):
             return grammar
         return None if self.structured_outputs is None else self.structured_outputs.named_grammar
 
+    @cached_property
+    def _allowed_token_ids(self) -> tuple[int, ...] | None:
+        """The token ids that may be sampled; None: all. All choices have this object, which is large."""
+        return None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+
     def sampling_params(self, choice: int, max_new_tokens: int, defaults: SamplingParams) -> SamplingParams:
         """Return the engine's sampling parameters for the choice with index `choice` of each prompt.
 
@@ -323,7 +329,7 @@ class GenerationRequest(Body, VllmFields):
             "seed": None if self.seed is None else self.seed + choice,
             "logprobs": self.reported_logprobs,
             "prompt_logprobs": self.scored_prompt if choice == 0 else None,  # the other choices show the same
-            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            "allowed_token_ids": self._allowed_token_ids,
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": False if self.skip_special_tokens is False else None,
             "ignore_eos": self.ignore_eos,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import orjson
 from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import to_json
 
 from common.calls import Function
 from common.grammar import Grammar
@@ -217,18 +218,20 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
             "service_tier": "default",
             "store": False,
             "temperature": temperature,
-            "text": {"format": self._format.model_dump(by_alias=True, exclude_none=True)},
+            "text": _written({"format": self._format.model_dump(by_alias=True, exclude_none=True)}),
             "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict is not False,
-                }
-                for tool in tools
-            ],
+            "tools": _written(
+                [
+                    {
+                        "type": "function",
+                        "name": tool.name,
+                        "description": tool.description,
+                        "parameters": tool.parameters,
+                        "strict": tool.strict is not False,
+                    }
+                    for tool in tools
+                ]
+            ),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": top_p,
             "truncation": self.truncation or "disabled",
@@ -262,3 +265,8 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
             raise refused("text.format.name", "a schema needs a name, which is a label")
         if wanted.type != "text" and self.structured_outputs is not None:
             raise refused("structured_outputs", "text.format says already what answers look like; send one")
+
+
+def _written(schemas: Any) -> Any:
+    """Return fields that hold JSON Schemas as the JSON that `orjson` copies. It writes no integers over 64 bits."""
+    return orjson.Fragment(to_json(schemas, inf_nan_mode="null"))
