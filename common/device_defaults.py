@@ -77,10 +77,12 @@ def with_measured_chunk(config: ConfigT, model: CausalLM, cache: Path | None = N
     if model.device.type != "cuda" or config.with_chunk(CHUNKS[-1]) is config:
         return config
     name = torch.cuda.get_device_name(model.device)
-    key = hashlib.sha256(repr((name, torch.__version__, model.config, model.dtype)).encode()).hexdigest()[:16]
-    path = (cache or default_cache()) / f"chunks-{key}.json"
     assert config.max_seq_len is not None
-    return config.with_chunk(min(config.max_seq_len, measured_chunk(path, lambda n: pass_s(model, n), name)))
+    longest = min(config.max_seq_len, CHUNKS[-1])  # longer chunks are not timed
+    measured = (name, torch.__version__, model.config, model.dtype, longest)
+    key = hashlib.sha256(repr(measured).encode()).hexdigest()[:16]
+    path = (cache or default_cache()) / f"chunks-{key}.json"
+    return config.with_chunk(min(longest, measured_chunk(path, lambda n: pass_s(model, n), name)))
 
 
 def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: str) -> int:

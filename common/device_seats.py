@@ -80,7 +80,7 @@ class DeviceSeats:
         return [
             torch.tensor(moved, dtype=torch.int64).view(-1, 2),
             torch.tensor(new, dtype=torch.int64),
-            torch.tensor(settings, dtype=torch.float64).view(len(new), -1),
+            torch.tensor(settings, dtype=torch.float64).view(-1, self.state.settings.shape[1]),
         ]
 
     def apply(self, moved: Tensor, new: Tensor, settings: Tensor) -> tuple[Tensor, ...]:

@@ -309,6 +309,9 @@ class Engine(EngineFront):
             _, _, request = heapq.heappop(self._deadlines)
             if not request.is_terminal:
                 self._undelivered.append(fail(request, RequestTimeoutError.after(timeout_s)))
+        if len(self._deadlines) > 2 * len(self._requests):  # most have ended, behind one that still runs
+            self._deadlines = [each for each in self._deadlines if not each[2].is_terminal]
+            heapq.heapify(self._deadlines)
 
     def _plan(self, record: StepRecord) -> StepPlan:
         """Free the memory of ended requests, admit waiting ones, and plan the step. If paused, only free memory."""

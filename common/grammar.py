@@ -98,6 +98,7 @@ class Matcher:
         self._backend = backend
         self._threads = threads
         self._budget = MaskBudget(vocab_size)
+        self._mask_s = 0.0  # processor time of the latest mask
         self._mask = np.zeros(self.words, dtype=np.uint32)
         self._filling: Work | None = None  # computes `_mask`; owns the backend while it runs
         self._failure: str | None = None
@@ -126,11 +127,16 @@ class Matcher:
         Forced tokens spell text that the grammar requires next. If there are any, and `guesses` do not begin with
         them, return the forced tokens, `limit` at most. Otherwise return the `guesses` before the first guess that
         the grammar does not allow.
+
+        Each guess needs a mask. There are no more guesses than masks that fit into one token's share of the budget,
+        so guesses at most double the processor time of masks.
         """
+        if self._mask_s > 0.0:
+            limit = min(limit, int(self._budget.mean_s / self._mask_s))
         forced = self.forced()[:limit]
         if forced != guesses[: len(forced)]:
             return forced, True
-        return guesses[: self._backend.validate_tokens(guesses)], False
+        return guesses[: min(limit, self._backend.validate_tokens(guesses))], False
 
     def forced(self) -> list[int]:
         """Return tokens that spell the text that the grammar requires next. A model may spell this text with other
@@ -158,6 +164,7 @@ class Matcher:
                 self._fail(OverBudgetError("the masks of guessed tokens took too long"))
             if filling.error is not None:
                 self._fail(filling.error)
+            self._mask_s = filling.processor_s / len(guesses)
         return masks
 
     def advance(self, token_id: int) -> None:
@@ -202,6 +209,7 @@ class Matcher:
             self._charge(filling.processor_s)
         if filling.error is not None:
             self._fail(filling.error)
+        self._mask_s = filling.processor_s
         return filling.processor_s
 
     def _charge(self, seconds: float) -> None:

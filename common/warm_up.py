@@ -71,8 +71,10 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
         runner: with nothing in flight.
         stream: the runner's stream.
     """
-    few = 0
+    few, longest = 0, runner.config.max_seq_len
     for rows in FEW_ROWS:
+        if longest is not None and rows > longest:
+            break
         seconds = []
         for stream.few_rows in (rows, 0):  # passes with one thread less, then with all
             stream.take_times()

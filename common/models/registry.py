@@ -11,6 +11,7 @@ To add an architecture, write a subclass of `CausalLM`, or of a model that is al
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,8 @@ from common.request import SamplingParams
 from common.zoo.presets import PRESETS, TOKENIZER_OF
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 #: Every architecture, by the `model_type` of a checkpoint's `config.json`.
 ARCHITECTURES: dict[str, type[CausalLM]] = {
@@ -100,8 +103,11 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
     # Chat models have the token ids that end a turn in their generation config.
     path = folder / GENERATION_CONFIG
     generation = read_json(path) if path.is_file() else {}
-    more = _parse(path, generation, lambda raw: token_id_set(raw.get("eos_token_id")))
-    config = dataclasses.replace(config, eos_token_ids=config.eos_token_ids | more)
+    eos = config.eos_token_ids | _parse(path, generation, lambda raw: token_id_set(raw.get("eos_token_id")))
+    known = frozenset(token_id for token_id in eos if 0 <= token_id < config.vocab_size)
+    if known != eos:
+        logger.warning("%s: EOS tokens outside the vocabulary are ignored: %s", folder, sorted(eos - known))
+    config = dataclasses.replace(config, eos_token_ids=known)
     return FolderCheckpoint(name, config, folder, scheme, generation)
 
 

@@ -12,7 +12,16 @@ import torch
 
 import common.device_defaults
 from common.config import GPU_SEATS
-from common.device_defaults import CHUNKS, GPU_SHARE, log_sizes, measured_chunk, pass_s, saturating, sized_for
+from common.device_defaults import (
+    CHUNKS,
+    GPU_SHARE,
+    log_sizes,
+    measured_chunk,
+    pass_s,
+    saturating,
+    sized_for,
+    with_measured_chunk,
+)
 from common.memory import estimate_memory
 from common.models.registry import open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
@@ -107,6 +116,22 @@ def test_a_chunk_is_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     path.write_text("{")
     assert measured_chunk(path, timed, "a GPU") == 1024, "a broken file is measured again"
     assert set(json.loads(path.read_text())) == {"256", "512", "1024", "2048"}
+
+
+def test_each_length_has_a_measurement_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of short sequences times no long chunks. The next server, of longer ones, must not miss them."""
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "device", CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(
+        common.device_defaults, "pass_s", lambda _, tokens: 1.0 if tokens <= longest else None
+    )
+    chunks = []
+    for longest in (512, 8192, 4096):
+        given = find_phase("7").Config(max_seq_len=longest)
+        chunks.append(with_measured_chunk(given, model, tmp_path).prefill_chunk_size)
+    assert chunks == [512, 4096, 4096]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_pass_is_timed() -> None:

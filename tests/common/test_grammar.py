@@ -100,6 +100,19 @@ def test_guesses_are_those_that_may_come_unless_other_tokens_must() -> None:
     assert forcing.forced() == forced, "nothing has changed"
 
 
+def test_there_are_no_more_guesses_than_masks_that_a_token_may_take() -> None:
+    a = ord("a")
+    matcher = COMPILER.new_matcher(Grammar.regex("a[ab]{9}"))
+    matcher.mask()
+    matcher.advance(a)
+    matcher._budget.mean_s = 2.5 * matcher._mask_s
+    assert matcher.revise([a] * 5, 5) == ([a, a], False)
+    assert len(matcher.guessed_masks([a, a])) == 2
+    matcher._budget.mean_s = 0.5 * matcher._mask_s
+    assert matcher.revise([a], 5) == ([], False)
+    assert a in allowed(matcher)
+
+
 def test_a_token_that_may_not_come_fails_and_stays_failed() -> None:
     matcher, other = (COMPILER.new_matcher(Grammar.regex("abc")) for _ in range(2))
     with pytest.raises(GrammarFailedError):

@@ -137,6 +137,7 @@ def test_weight_bytes_are_known_before_the_weights(name: str, dtype: torch.dtype
         (7, {"eos_token_id": 9}, {7, 9}),
         ([7, 8], {"eos_token_id": [8, 9]}, {7, 8, 9}),
         (None, {"eos_token_id": [9]}, {9}),
+        (7, {"eos_token_id": [-1, 9, 10**6]}, {7, 9}),  # no such tokens
         (None, None, set()),
     ],
 )

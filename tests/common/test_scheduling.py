@@ -135,6 +135,17 @@ def test_a_deadline_is_forgotten_with_its_request() -> None:
     assert len(engine._deadlines) <= 1
 
 
+def test_a_deadline_is_forgotten_behind_a_request_that_still_runs() -> None:
+    engine = build("paged", **TIMED)
+    long = add(engine, [5], greedy(60))
+    for i in range(20):
+        short = add(engine, [5, i], greedy(1))
+        while not short.is_terminal:
+            engine.step()
+    assert not long.is_terminal
+    assert len(engine._deadlines) <= 4
+
+
 # ---------------------------------------------------------------------- groups, such as the choices of one answer
 
 

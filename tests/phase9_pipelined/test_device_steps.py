@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from common.device_seats import DeviceSeats
 from common.engine import Engine
+from common.kv import Span
 from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
 from common.request import Request, SamplingParams
+from common.runner import PassShare
 from common.sampling import choose
 from common.sampling_inputs import SamplingInputs
 from kernels.dispatch import HAS_TRITON
@@ -35,6 +38,24 @@ def engine_of(phase: str, model: CausalLM, graph_sizes: Sequence[int] = (), **op
     engine = build(phase, model, **({"max_seq_len": 256, "block_size": 4} | options))
     runner_of(engine).stream = MetaStream(graph_sizes)
     return engine
+
+
+def test_a_seat_whose_column_alone_has_changed() -> None:
+    """A pass with a prompt computes a column, too. The next decode step sends the new column and no settings."""
+    seats = DeviceSeats(2, 10, torch.device("cpu"))
+    request = Request("a", [1], SamplingParams(temperature=0.0))
+
+    def changes(column: int) -> list[torch.Tensor]:
+        return seats.changes(
+            [PassShare(request, Span.exact(0, column, column + 1), [1], range(1))], seats=[1]
+        )
+
+    assert [len(each) for each in changes(1)] == [1, 1, 1]
+    assert changes(2) == []
+    moved, new, settings = changes(4)
+    assert (moved.tolist(), new.tolist(), len(settings)) == ([[1, 4]], [], 0)
+    seats.apply(moved, new, settings)
+    assert seats.state.positions.tolist() == [0, 4]
 
 
 def model_of(name: str) -> CausalLM:

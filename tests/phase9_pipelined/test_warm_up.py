@@ -132,6 +132,16 @@ def test_rows_are_few_while_the_host_gains_more(passes_ms: dict[int, tuple[float
 
 
 @needs_native
+def test_no_pass_is_longer_than_a_sequence_may_be() -> None:
+    engine = zoo_engine(max_seq_len=3, max_batch_size=1)
+    runner = runner_of(engine)
+    runner.stream = stream = TimedStream(dict.fromkeys((1, 2, 4, 8, 16), (7, 8)))
+    record(runner, stream)
+    assert stream.few_rows == 2
+    assert engine.telemetry.counters.failed_passes == 0
+
+
+@needs_native
 def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
     stream = runner_of(zoo_engine(pass_threads=3)).stream
     assert isinstance(stream, TapeStream)
