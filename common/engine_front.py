@@ -175,7 +175,9 @@ class EngineFront(ABC):
                 param="priority",
             )
         ids = params.allowed_token_ids
-        allowed = self._allowed_tokens(vocab_size, None if ids is None else tuple(ids), tuple(params.bad_words))
+        allowed = self._allowed_tokens(
+            vocab_size, None if ids is None else tuple(ids), tuple(params.bad_words)
+        )
         if matcher is None and params.grammar is not None:
             matcher = self.new_matcher(params.grammar)
         return Request(
