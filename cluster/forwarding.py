@@ -42,6 +42,7 @@ class Forwarded:
     """A request as the front received it, and the fields that the router reads.
 
     Attributes:
+        named: whether the client chose the request's id.
         client: the client's address.
         keys: the keys of the prompt's beginning (`cluster.policy.prefix_keys`).
         avoid: names of the replicas that refused the request or were lost while they computed it.
@@ -52,6 +53,7 @@ class Forwarded:
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
+    named: bool = True
     client: str | None = None
     keys: tuple[int, ...] = ()
     avoid: tuple[str, ...] = ()
@@ -71,7 +73,7 @@ class Forwarded:
             "headers": list(self.headers),
             "client": None if self.client is None else (self.client, 0),
             "server": None,
-            "state": {},
+            "state": {"named": self.named},
             "extensions": {STREAM_ENDS: {"error": replica_lost()}},
         }
 

@@ -137,10 +137,10 @@ def create_app(
         app.add_middleware(  # outside of the key check: pages may read refusals, and a preflight request has no key
             CORSMiddleware, **cors_settings(cors_origins)
         )
-    if root_path:
-        app.add_middleware(RootPath, root_path=root_path)
     if pace_refusals:
         app.add_middleware(PaceRefusals, is_computing=lambda: worker.latest_step.active > 0)
+    if root_path:
+        app.add_middleware(RootPath, root_path=root_path)
     app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

@@ -3,8 +3,8 @@
 ```text
 pieces ──> BoundedParser ──> Bodies.read_json ──> parse ──> Body
            413: too many     400: not JSON        400, 404, 422: an ApiError that names the field
-           small pieces      408, 413: too late,
-                             too long
+           small pieces      408, 413, 503: too
+                             late, long, many
 ```
 
 A body may come in chunks of one byte, and each chunk is an event of the HTTP parser. 256 KiB of such chunks come in
@@ -15,6 +15,8 @@ loop is bounded, and so is the number of pieces in a body.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,7 +27,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
-from common.server.errors import ApiError, from_exception, shorten
+from common.server.errors import OVERLOADED, ApiError, from_exception, shorten, unavailable
 
 #: Events parsed before the event loop serves others. They take about a millisecond.
 EVENTS_PER_TURN = 32
@@ -165,9 +167,11 @@ class Bodies:
 
     Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
     they can would take its time. While the rate is used up, connections are not read, and their clients wait.
+    Bodies wait in a queue, whose bound also bounds their memory. A client that has left while its body waited costs
+    the others no time: when its turn comes, the next body has it.
 
     Args:
-        timeout_s: seconds from the end of a request's head to the end of its body.
+        timeout_s: seconds from the end of a request's head to the end of its body, without waits for the rate.
         bytes_per_s: the rate that all large bodies together may come at.
     """
 
@@ -175,12 +179,16 @@ class Bodies:
     FREE_BYTES = 64 * 1024
     #: Bytes that may come at once, faster than the rate, after a pause.
     BURST_BYTES = 4 * 2**20
+    #: Bodies that may wait for the rate at a time.
+    MOST_WAITING = 64
 
     def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
         self._timeout_s = timeout_s
         self._bytes_per_s = bytes_per_s
         # Time by which the bytes read so far would have come at the shared rate, on the loop's clock.
         self._paid_until_s = 0.0
+        self._turn = asyncio.Lock()  # held by the body that waits for the rate
+        self._waiting = 0  # number of bodies that wait for the rate, or for their turn
         self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
         self._given_up = False
 
@@ -189,7 +197,7 @@ class Bodies:
 
         Raises:
             ApiError: 400, the content type is not JSON; 408, the body was not complete in time; 413, as soon as the
-                body is known to be too large; 503, the server shuts down.
+                body is known to be too large; 503, too many bodies wait for the rate, or the server shuts down.
             ClientDisconnect: the client left before the body was complete.
         """
         _require_json(request)
@@ -202,7 +210,7 @@ class Bodies:
                 try:
                     if self._given_up:
                         expire(deadline)  # bytes that have come already are still read
-                    return await self._read(request)
+                    return await self._read(request, deadline)
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
@@ -215,23 +223,58 @@ class Bodies:
         refusal.headers["Connection"] = "close"
         raise refusal
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request, deadline: asyncio.Timeout) -> bytes:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 raise too_large()
-            if len(body) > self.FREE_BYTES:
-                await self._pay_for(len(chunk))
+            if chunk and len(body) > self.FREE_BYTES:  # the last chunk is empty
+                with self._stopped(deadline):
+                    await self._pay_for(len(chunk), request)
         return bytes(body)
 
-    async def _pay_for(self, count: int) -> None:
-        """Count `count` more bytes of a large body, and wait until the shared rate allows them."""
-        now_s = asyncio.get_running_loop().time()
-        earliest_s = now_s - self.BURST_BYTES / self._bytes_per_s
-        self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self._bytes_per_s
-        if self._paid_until_s > now_s:
-            await asyncio.sleep(self._paid_until_s - now_s)
+    @contextlib.contextmanager
+    def _stopped(self, deadline: asyncio.Timeout) -> Iterator[None]:
+        """Context manager: stop the clock of a body's deadline during the block, unless the server shuts down."""
+        loop = asyncio.get_running_loop()
+        began_s, due_s = loop.time(), deadline.when()
+        assert due_s is not None, "a body has a deadline"
+        if not self._given_up:
+            deadline.reschedule(None)
+        yield
+        if not self._given_up:
+            deadline.reschedule(due_s + loop.time() - began_s)
+
+    async def _pay_for(self, count: int, request: Request) -> None:
+        """Count `count` more bytes of a large body, and wait until the shared rate allows them.
+
+        If the client has left, return without counting them. The next read then raises ClientDisconnect.
+
+        Raises:
+            ApiError: 503, too many bodies wait already.
+        """
+        if client_left(request):
+            return
+        if self._waiting == self.MOST_WAITING:
+            raise unavailable(
+                f"{self._waiting} large bodies wait to be read, the most this server allows; try again shortly",
+                code="bodies_busy",
+                retry_after_s=2,
+                type=OVERLOADED,
+            )
+        self._waiting += 1
+        try:
+            async with self._turn:
+                if client_left(request):  # while it waited
+                    return
+                now_s = asyncio.get_running_loop().time()
+                earliest_s = now_s - self.BURST_BYTES / self._bytes_per_s
+                self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self._bytes_per_s
+                if self._paid_until_s > now_s:
+                    await asyncio.sleep(self._paid_until_s - now_s)
+        finally:
+            self._waiting -= 1
 
     def give_up(self) -> None:
         """Refuse all bodies that are not complete by now, because the server shuts down."""
@@ -244,6 +287,15 @@ def expire(deadline: asyncio.Timeout) -> None:
     """End a deadline now. A deadline that has just run out by itself cannot be changed any more."""
     if not deadline.expired():
         deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def client_left(request: Request) -> bool:
+    """Return whether the client of a request has left, if its connection can tell while it is not read.
+
+    The connection puts the function `client_left` into the request's state.
+    """
+    asked = getattr(request.state, "client_left", None)
+    return asked is not None and asked()
 
 
 def too_large() -> ApiError:

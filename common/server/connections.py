@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import select
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from common.server.backlogs import Backlogs, SlowReaderError, Unread
 from common.server.bodies import BoundedParser
 from common.server.errors import ApiError, unavailable
 from common.server.logs import log_refusal
-from common.server.middleware import OPEN_PATHS, ip_address, refuse
+from common.server.middleware import OPEN_PATHS, ip_address, refuse, without_root
 from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class Config(uvicorn.Config):
         limits: bounds of connections.
         backlogs: counts the unread bytes of JSON answers, together with those of streams; by default a new count.
         answers: counts the requests refused here, by status and error code; by default a new counter.
+        path_prefix: prefix that a proxy puts before every path.
     """
 
     def __init__(
@@ -90,12 +93,14 @@ class Config(uvicorn.Config):
         limits: ConnectionLimits,
         backlogs: Backlogs | None = None,
         answers: Counter[tuple[int, str]] | None = None,
+        path_prefix: str = "",
         **settings: Any,
     ) -> None:
         super().__init__(app, http=Connection, **settings)
         self.limits = limits
         self.backlogs = backlogs or Backlogs()
         self.answers = Counter() if answers is None else answers
+        self.path_prefix = path_prefix
         self.addresses: Counter[str] = Counter()  # number of connections of each address
         self.last_warning_s = -WARN_EVERY_S
 
@@ -134,12 +139,13 @@ class Config(uvicorn.Config):
 class TooMany:
     """The app for connections beyond the bound on their number. It refuses all paths but `OPEN_PATHS`."""
 
-    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]]) -> None:
+    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]], path_prefix: str) -> None:
         self.app = app
         self._answers = answers
+        self._path_prefix = path_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
+        if without_root(scope["path"], self._path_prefix) in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
         refusal = unavailable(
@@ -165,7 +171,7 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, "client_left": self._client_left}, _loop)
         self.conn: BoundedParser = BoundedParser(config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self._address: str | None = None
         self._receive_s = config.limits.receive_s
@@ -188,7 +194,7 @@ class Connection(H11Protocol):
             self.config.addresses[self._address] += 1
         beyond = self.config.beyond(len(self.connections), self._address)
         if beyond > 0:
-            self.app = TooMany(self.app, self.config.answers)
+            self.app = TooMany(self.app, self.config.answers, self.config.path_prefix)
             self._receive_s = self._keep_alive_s = SPARE_TIMEOUT_S
         if beyond > SPARE_CONNECTIONS:
             transport.abort()
@@ -209,6 +215,19 @@ class Connection(H11Protocol):
         otherwise when the answer is complete."""
         super().shutdown()
         self._lingering.hurry(LAST_LINGER_S)
+
+    def _client_left(self) -> bool:
+        """Return whether the client has closed the connection, and then close it, too.
+
+        While a body waits to be read, its bytes hide the end of the connection from the event loop. On Linux, the
+        kernel tells of the end before they are read.
+        """
+        if sys.platform == "linux" and not self.transport.is_closing():
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+            if poll.poll(0):
+                self.transport.abort()
+        return self.transport.is_closing()
 
     def _may_be_sending(self) -> bool:
         """Return whether the client may be in the middle of a request."""

@@ -1,6 +1,6 @@
 """ASGI middleware, in the order in which a request meets it.
 
-Answers are counted, and refusals are paced while the engine computes. A proxy's path prefix is stripped, and the
+Answers are counted. A proxy's path prefix is stripped, refusals are paced while the engine computes, and the
 request gets an id. Clients without a key, and pages of other sites, are turned away. Unexpected errors of the app
 are answered.
 
@@ -162,10 +162,14 @@ class RootPath(Middleware):
         self._root_path = root_path
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
-        if path == self._root_path or path.startswith(self._root_path + "/"):
-            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
-        await self.app(scope, receive, send)
+        await self.app({**scope, "path": without_root(scope["path"], self._root_path)}, receive, send)
+
+
+def without_root(path: str, root_path: str) -> str:
+    """Return a path without a proxy's prefix, which the proxy may have stripped already."""
+    if path == root_path or path.startswith(root_path + "/"):
+        return path.removeprefix(root_path) or "/"
+    return path
 
 
 def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
@@ -181,7 +185,8 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
 class RequestIds(Middleware):
     """Gives every answer the `x-request-id` of its request, or a generated one.
 
-    Sets `request_id` in the request's state, and `named`: whether the client chose the id.
+    Sets `request_id` in the request's state, and `named`: whether the client chose the id. If a front of a cluster
+    generated the id, it has set `named` already.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +200,7 @@ class RequestIds(Middleware):
             await refuse(refusal, scope, receive, send)
             return
         request_id = given or uuid.uuid4().hex
-        state = {**scope.get("state", {}), "request_id": request_id, "named": given is not None}
+        state = {"named": given is not None, **scope.get("state", {}), "request_id": request_id}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

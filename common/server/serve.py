@@ -133,6 +133,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
                 limits,
                 backlogs,
                 service.answers,
+                path_prefix=options.root_path,
                 loop="asyncio",  # even if uvloop is installed, as by Ray
                 lifespan="on",
                 ws="none",

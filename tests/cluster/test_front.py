@@ -14,7 +14,7 @@ from starlette.types import Message
 from cluster.forwarding import Forwarded, Head, Part
 from common.server.errors import unavailable
 from common.server.logs import PULSE_EVERY_S
-from common.server.middleware import PaceRefusals
+from common.server.middleware import PaceRefusals, RequestIds
 from common.server.options import CommonOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.anyio]
@@ -28,11 +28,13 @@ class Replicas:
     Attributes:
         full: names of the replicas that answer 503.
         asked: the replica that each request went to.
+        requests: the requests as they went there.
     """
 
     def __init__(self) -> None:
         self.full: set[str] = set()
         self.asked: list[str] = []
+        self.requests: list[Forwarded] = []
 
     def options(self, **_: Any) -> Replicas:
         return self
@@ -40,6 +42,7 @@ class Replicas:
     def remote(self, request: Forwarded) -> Reply:
         name = next((name for name in "ab" if name not in request.avoid), "a")  # the router's choice
         self.asked.append(name)
+        self.requests.append(request)
         return Reply(self._answer(name, orjson.loads(request.body)["prompt"]))
 
     async def _answer(self, name: str, prompt: str) -> AsyncIterator[str | list[Part]]:
@@ -130,7 +133,7 @@ class Fronted:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *headers],
         }
-        await self._front.guarded(scope, receive, send)
+        await RequestIds(self._front.guarded)(scope, receive, send)
         return statuses[0]
 
 
@@ -194,3 +197,15 @@ async def test_hosts_and_sites_are_checked_by_the_front() -> None:
     assert await front.ask("Once", (b"host", b"localhost"), (b"sec-fetch-site", b"cross-site")) == 403
     assert replicas.asked == []
     assert await front.ask("Once", (b"host", b"localhost")) == 200
+
+
+async def test_a_replica_is_told_a_requests_id_and_whether_the_client_chose_it() -> None:
+    replicas = Replicas()
+    front = Fronted(replicas)
+    await front.start()
+    assert await front.ask("Once", (b"x-request-id", b"job-5")) == 200
+    assert await front.ask("Once") == 200
+    chosen, made_up = replicas.requests
+    assert (dict(chosen.headers)[b"x-request-id"], chosen.named) == (b"job-5", True)
+    assert len(dict(made_up.headers)[b"x-request-id"]) == 32
+    assert not made_up.named

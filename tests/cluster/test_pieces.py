@@ -312,6 +312,23 @@ def test_an_app_that_raises_ends_its_answer(caplog: pytest.LogCaptureFixture) ->
     assert "inside" in caplog.text
 
 
+def test_an_answers_id_contains_the_requests_id_that_the_front_made_up(engine: Engine) -> None:
+    app = create_app(engine)
+    body = orjson.dumps({"prompt": "Once", "max_tokens": 1, "stream": False})
+    headers = ((b"content-type", b"application/json"), (b"x-request-id", b"0123abcd"))
+
+    async def run() -> list[str]:
+        async with app.router.lifespan_context(app):
+            requests = (
+                Forwarded("POST", "/v1/completions", b"", headers, body, named) for named in (False, True)
+            )
+            return [orjson.loads((await collect(app, request))[1])["id"] for request in requests]
+
+    made_up, chosen = asyncio.run(run())
+    assert made_up == "cmpl-0123abcd"
+    assert "0123abcd" not in chosen, "a client may choose the same id for many requests"
+
+
 # ---------------------------------------------------------------------- keys of prefixes
 
 

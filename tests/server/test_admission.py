@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from common.engine import Engine
 from common.grammar import Grammar
@@ -488,6 +488,118 @@ async def test_many_choices_leave_places_for_others() -> None:
 # ---------------------------------------------------------------------- large bodies
 
 
+def request(body: bytes, *, complete: bool = True, **state: Any) -> Request:
+    """Return a request whose body comes in pieces of 64 KiB. If it is not `complete`, the client then stalls, or
+    has left if `state` says so."""
+    unread = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
+
+    async def receive() -> dict[str, Any]:
+        if not unread and "client_left" in state:
+            return {"type": "http.disconnect"}
+        if not unread:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread) or not complete}
+
+    headers = [(b"content-type", b"application/json")]
+    return Request({"type": "http", "headers": headers, "state": state}, receive)
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set by a test to let bodies that wait for the shared rate go on. None of them is free."""
+    event = asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        await event.wait()
+
+    monkeypatch.setattr(Bodies, "BURST_BYTES", 0)
+    monkeypatch.setattr("common.server.bodies.asyncio.sleep", sleep)
+    return event
+
+
+async def turns(count: int = 8) -> None:
+    """Wait for some turns of the event loop."""
+    loop = asyncio.get_running_loop()
+    for _ in range(count):
+        turn = loop.create_future()
+        loop.call_soon(turn.set_result, None)
+        await turn
+
+
+LARGE, SMALL = b"x" * 2**17, b"x" * Bodies.FREE_BYTES
+
+
+async def test_so_many_large_bodies_wait_and_the_others_are_refused(allowed: asyncio.Event) -> None:
+    bodies = Bodies(30.0)
+    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(Bodies.MOST_WAITING)]
+    await turns()
+    with pytest.raises(ApiError, match="64 large bodies wait") as refused:
+        await bodies.read_json(request(LARGE))
+    assert (refused.value.status, refused.value.code) == (503, "bodies_busy")
+    assert refused.value.headers["Retry-After"]
+    assert await bodies.read_json(request(SMALL)) == SMALL
+    waiting.pop(5).cancel()
+    await turns()
+    waiting.append(asyncio.create_task(bodies.read_json(request(LARGE))))
+    await turns()
+    assert not any(task.done() for task in waiting)
+    allowed.set()
+    assert await asyncio.gather(*waiting) == [LARGE] * Bodies.MOST_WAITING
+    assert await bodies.read_json(request(LARGE)) == LARGE
+
+
+async def test_clients_that_leave_while_their_bodies_wait_use_no_rate(allowed: asyncio.Event) -> None:
+    bodies = Bodies(30.0)
+    first = asyncio.create_task(bodies.read_json(request(LARGE)))
+    await turns()
+    counted_s = bodies._paid_until_s
+    left: list[bool] = []
+    leaving = [
+        asyncio.create_task(bodies.read_json(request(LARGE, complete=False, client_left=lambda: bool(left))))
+        for _ in range(Bodies.MOST_WAITING - 1)
+    ]
+    await turns()
+    with pytest.raises(ApiError, match="large bodies wait"):
+        await bodies.read_json(request(LARGE))
+    left.append(True)
+    allowed.set()
+    ended = await asyncio.gather(*leaving, return_exceptions=True)
+    assert {type(each) for each in ended} == {ClientDisconnect}
+    assert await first == LARGE
+    assert bodies._paid_until_s == counted_s
+    assert await bodies.read_json(request(LARGE)) == LARGE
+    assert bodies._paid_until_s > counted_s
+
+
+async def test_a_wait_for_the_rate_makes_no_body_late(allowed: asyncio.Event) -> None:
+    bodies = Bodies(0.5)
+    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(2)]
+    stalling = asyncio.create_task(bodies.read_json(request(LARGE, complete=False)))
+    with pytest.raises(ApiError) as late:
+        await bodies.read_json(request(SMALL, complete=False))
+    assert late.value.code == "body_timeout"
+    await asyncio.wait([*waiting, stalling], timeout=0.5)
+    assert not any(task.done() for task in (*waiting, stalling))
+    allowed.set()
+    assert await asyncio.gather(*waiting) == [LARGE] * 2
+    with pytest.raises(ApiError) as late:
+        await stalling
+    assert late.value.code == "body_timeout", "its client's own time still counts"
+    assert await bodies.read_json(request(LARGE)) == LARGE
+
+
+async def test_bodies_that_wait_are_refused_at_the_end(allowed: asyncio.Event) -> None:
+    bodies = Bodies(30.0)
+    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(3)]
+    await turns()
+    bodies.give_up()
+    waiting.append(asyncio.create_task(bodies.read_json(request(LARGE))))
+    for refused in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(refused, ApiError)
+        assert refused.code == "shutting_down"
+    assert await bodies.read_json(request(SMALL)) == SMALL, "it has come already"
+
+
 async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     now = [100.0]
@@ -499,27 +611,19 @@ async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: py
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
 
-    def request(body: bytes) -> Request:
-        unread = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread)}
-
-        return Request({"type": "http", "headers": []}, receive)
-
     bytes_per_s = 2**21
     bodies = Bodies(30.0, bytes_per_s)
     monkeypatch.setattr("common.server.bodies.asyncio.get_running_loop", Loop)
     monkeypatch.setattr("common.server.bodies.asyncio.sleep", sleep)
-    large, small = b"x" * 2**20, b"x" * Bodies.FREE_BYTES
+    large = b"x" * 2**20
     for _ in range(4):
-        assert await bodies._read(request(large)) == large
+        assert await bodies.read_json(request(large)) == large
     assert waited == [], "a burst"
-    assert await bodies._read(request(large)) == large
+    assert await bodies.read_json(request(large)) == large
     assert waited[-1] == pytest.approx((5 * (2**20 - 2**16) - Bodies.BURST_BYTES) / bytes_per_s)
     count = len(waited)
-    assert await bodies._read(request(small)) == small
+    assert await bodies.read_json(request(SMALL)) == SMALL
     assert len(waited) == count
     now[0] += 60.0
-    assert await bodies._read(request(large)) == large
+    assert await bodies.read_json(request(large)) == large
     assert len(waited) == count, "the rate is free again"

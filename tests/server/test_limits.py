@@ -12,17 +12,18 @@ import json
 import logging
 import resource
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from unittest.mock import MagicMock
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.server import connections
 from common.server.backlogs import Backlogs, SlowReaderError
-from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, expire
+from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, Bodies, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
     Config,
@@ -30,8 +31,20 @@ from common.server.connections import (
     ConnectionLimits,
     TooMany,
 )
+from common.server.errors import unavailable
+from common.server.middleware import OPEN_PATHS, PaceRefusals
+from common.server.service import Service
 from common.server.sockets import LingeringTransport, allow_open_files, find_lost_peers
-from tests.server.support import HANG_S, HEAD, LocalServer, assert_told, eventually, everything, with_body
+from tests.server.support import (
+    HANG_S,
+    HEAD,
+    LocalServer,
+    app_with,
+    assert_told,
+    eventually,
+    everything,
+    with_body,
+)
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 TOKENIZE = HEAD.replace(b"/v1/completions", b"/tokenize")
@@ -156,6 +169,52 @@ def test_a_target_with_a_host(strict: LocalServer) -> None:
         with strict.connect() as connection:
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
             assert everything(connection).startswith(b"HTTP/1.1 %d " % status), target
+
+
+LARGE_BODY = HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 300_000  # the rest does not come
+
+
+@contextlib.contextmanager
+def rate_used_up(server: LocalServer) -> Iterator[Bodies]:
+    """Context manager: all large bodies wait during the block."""
+    bodies, loop = server.service.bodies, server.http._loop
+    assert loop is not None
+    asyncio.run_coroutine_threadsafe(bodies._turn.acquire(), loop).result(HANG_S)
+    yield bodies
+    loop.call_soon_threadsafe(bodies._turn.release)
+
+
+def test_too_many_bodies_wait(strict: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bodies that wait are served later, though they wait for longer than a body may take to come."""
+    monkeypatch.setattr(Bodies, "MOST_WAITING", 4)
+    body = json.dumps(strict.body(stream=False)).encode() + b" " * 100_000
+    with contextlib.ExitStack() as clients:
+        with rate_used_up(strict) as bodies:
+            waiting = [
+                clients.enter_context(strict.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body))
+                for _ in range(Bodies.MOST_WAITING)
+            ]
+            eventually(lambda: bodies._waiting == Bodies.MOST_WAITING)
+            with strict.connect(LARGE_BODY) as connection:
+                assert_told(everything(connection), 503, "bodies_busy")
+            strict.assert_serves()
+            time.sleep(1.2)
+        assert [connection.recv(12) for connection in waiting] == [b"HTTP/1.1 200"] * Bodies.MOST_WAITING
+    assert strict.service.bodies._waiting == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before the bytes are read")
+def test_clients_that_leave_while_their_bodies_wait(strict: LocalServer) -> None:
+    with contextlib.ExitStack() as clients:
+        with rate_used_up(strict) as bodies:
+            for _ in range(Bodies.MOST_WAITING):
+                clients.enter_context(strict.connect(LARGE_BODY))
+            eventually(lambda: bodies._waiting == Bodies.MOST_WAITING)
+            before_s = bodies._paid_until_s
+            clients.close()
+        eventually(lambda: not bodies._waiting)
+    eventually(lambda: not strict.http.server_state.connections)
+    assert bodies._paid_until_s == before_s, "their bytes use no rate"
 
 
 # ---------------------------------------------------------------------- requests in pieces
@@ -395,6 +454,54 @@ async def test_too_many_connections_of_one_address(caplog: pytest.LogCaptureFixt
     for each in list(state.connections):
         each.connection_lost(None)
     assert not any(refused(connect_from(host)) for host in ["127.0.0.1"] * 4 + ["::1"] * 4)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("prefix", ["", "/llm"], ids=["taken away", "left"])
+async def test_open_paths_are_open_beyond_the_bound_below_a_prefix(prefix: str) -> None:
+    passed: list[str] = []
+    told: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            told.append(message["status"])
+
+    limits = ConnectionLimits(connections=1)
+    config = Config(app, limits, path_prefix="/llm", lifespan="off", ws="none", log_config=None)
+    state = ServerState()
+    first, second = (connection_of(transport_of(), state, config) for _ in range(2))
+    for path in sorted(OPEN_PATHS):
+        await second.app({"type": "http", "path": prefix + path}, hanging, send)
+    assert passed == [prefix + path for path in sorted(OPEN_PATHS)]
+    for path in ("/llm/v1/models", "/v1/models", "/llmhealth", "/other/health"):
+        await second.app({"type": "http", "path": path}, hanging, send)
+    assert told == [503] * 4
+    for each in (first, second):
+        each.connection_lost(None)
+
+
+def test_refusals_of_open_paths_are_not_paced_below_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    paced: list[PaceRefusals] = []
+
+    def refuse(_: Service) -> None:
+        raise unavailable("stuck", code="engine_stuck", retry_after_s=1)
+
+    async def turn(middleware: PaceRefusals) -> None:
+        paced.append(middleware)
+
+    monkeypatch.setattr(PaceRefusals, "_turn", turn)
+    with app_with(root_path="/llm") as client:
+        with monkeypatch.context() as stuck:
+            stuck.setattr(Service, "require_health", refuse)
+            for prefix in ("/llm", ""):
+                assert client.get(f"{prefix}/health").status_code == 503
+        assert not paced
+        assert client.get("/llm/nowhere").status_code == 404
+        assert len(paced) == 1
+        assert client.get("/llm/health").status_code == 200
 
 
 def test_as_many_files_as_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
