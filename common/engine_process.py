@@ -5,11 +5,16 @@ front: HTTP, tokens to text, SSE                           engine's process: an 
   event loop ── submit, cancel, call, abort, stop ───────> main thread ─> inbox ─┐
              <─ planned: a step begins ───────────────────  engine thread        ├─> step ─> step ─> …
              <─ stepped: token ids and log-probabilities ─  engine thread <──────┘
+             ── compile ──────────────────────────────────> main thread ─> compiling threads
+             <─ compiled: the number of a matcher ────────  compiling threads
 ```
 
 Each message is a pickled tuple, with its length before it, on a pair of sockets. A step sends two messages,
 whatever the number of its requests. The engine's process has no detokenizers: the front makes the text, finds stop
 strings, and then cancels the request. So the engine may compute a few tokens that no client gets.
+
+A thread of the front that needs a matcher waits until the engine's process has compiled the grammar. That process
+keeps the matcher until its request is submitted.
 
 If the engine's process ends, its requests fail and the engine is dead. If the front ends, in whatever way, its end
 of the sockets closes, and the engine's process ends at once.
@@ -27,7 +32,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -35,14 +42,15 @@ from common.commit import decode, fail
 from common.engine import Engine
 from common.engine_calls import EngineCalls
 from common.engine_front import EngineFront
-from common.engine_server import LENGTH, Facts, Model, State, new_request, packed, receive
+from common.engine_server import LENGTH, Facts, Model, RemoteMatcher, State, new_request, packed, receive
 from common.engine_thread import STOPPED, Deliver
 from common.errors import EngineDeadError, ShuttingDownError, StartupError
-from common.grammar import Grammar, GrammarCompiler
+from common.grammar import Grammar, GrammarCompiler, Matcher, Verdict
 from common.models.registry import open_checkpoint
 from common.request import FinishReason, Request, StepOutput
 from common.step_trace import Frame
 from common.telemetry import Counters, StepRecord, Telemetry
+from common.text import Tokenizer
 from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)
@@ -51,11 +59,28 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class GrammarChecker(GrammarCompiler):
-    """Checks grammars for the HTTP process. The engine's process compiles them."""
+#: Has the engine's process compile a grammar. Returns the matcher, and the processor time that it took, in seconds.
+CompileThere = Callable[[Grammar], tuple[RemoteMatcher, float]]
 
-    def compile_s(self, grammar: Grammar) -> float | None:
-        return None if self._verdicts.get(grammar) is None else 0.0
+
+class RemoteCompiler(GrammarCompiler):
+    """Checks grammars in the HTTP process. The engine's process compiles them.
+
+    Args:
+        tokenizer, eos_token_ids: as for `GrammarCompiler`.
+        compile_there: compiles a checked grammar in the engine's process.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: Collection[int], compile_there: CompileThere
+    ) -> None:
+        super().__init__(tokenizer, eos_token_ids)
+        self._compile_there = compile_there
+
+    def compile(self, grammar: Grammar) -> RemoteMatcher:
+        matcher, compile_s = self._compile_there(grammar)
+        self._verdicts.put(grammar, Verdict(None, compile_s))
+        return matcher
 
 
 class RemoteEngine(EngineFront):
@@ -63,16 +88,17 @@ class RemoteEngine(EngineFront):
 
     Args:
         facts: the properties of that engine.
+        compile_there: compiles a checked grammar in the engine's process.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, compile_there: CompileThere) -> None:
         checkpoint = open_checkpoint(facts.config.model)
         tokenizer = checkpoint.tokenizer(facts.config.chat_template)
         super().__init__(
             phase=facts.phase,
             config=facts.config,
             tokenizer=tokenizer,
-            grammars=GrammarChecker(tokenizer, facts.model.config.eos_token_ids),
+            grammars=RemoteCompiler(tokenizer, facts.model.config.eos_token_ids, compile_there),
             telemetry=Telemetry(),
             default_params=facts.default_params,
             clock=time.monotonic,
@@ -95,14 +121,14 @@ class RemoteEngine(EngineFront):
     def pool_limit(self) -> int | None:
         return self._facts.pool_limit
 
-    def new_matcher(self, grammar: Grammar) -> None:
-        self.grammars.check(grammar)
+    def new_matcher(self, grammar: Grammar) -> Matcher:
+        return self.grammars.new_matcher(grammar)
 
 
 class EngineProcess:
     """Builds an engine in a process of its own and runs it there. The methods are those of `EngineThread`.
 
-    After `start`, call them in the event loop's thread only.
+    After `start`, call them in the event loop's thread only, except for `compile`.
 
     Args:
         make_engine: builds the engine. It is pickled: a function of a module, or a `functools.partial` of one.
@@ -119,6 +145,7 @@ class EngineProcess:
         self._requests: dict[str, Request] = {}
         self._outcomes: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
+        self._unused: deque[int] = deque()  # numbers of matchers that no request needs any more
         self._unsent: list[bytes] = []  # messages from before the event loop had the socket
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
@@ -149,7 +176,7 @@ class EngineProcess:
             raise StartupError(f"the engine's process {self._ending()} before the engine was built") from None
         if isinstance(built, Exception):
             raise built
-        self._engine = RemoteEngine(built)
+        self._engine = RemoteEngine(built, self.compile)
         return self._engine
 
     @property
@@ -168,8 +195,8 @@ class EngineProcess:
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def start(self, deliver: Deliver, publish: Callable[[Frame | None], None]) -> None:
-        self._deliver, self._publish = deliver, publish
-        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._loop, self._deliver, self._publish = asyncio.get_running_loop(), deliver, publish
+        self._reading = self._loop.create_task(self._read())
 
     def queue_room(self) -> int:
         return self._state.queue_room - self._in_inbox
@@ -186,7 +213,7 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> None:
         dead = self.engine.dead
         if dead is not None:
-            asyncio.get_running_loop().call_soon(self._deliver, [fail(request, dead) for request in requests])
+            self._loop.call_soon(self._deliver, [fail(request, dead) for request in requests])
             return
         self._requests |= {request.request_id: request for request in requests}
         self._submitted += len(requests)
@@ -201,13 +228,41 @@ class EngineProcess:
         if self._stopping:
             raise ShuttingDownError(STOPPED)
         outcome: Future[T] = Future()
+        self._ask(outcome, "call", function, args, kwargs)
+        return outcome
+
+    def compile(self, grammar: Grammar) -> tuple[RemoteMatcher, float]:
+        """Compile a grammar in the engine's process. Blocks. Any thread but the event loop's may call this.
+
+        Args:
+            grammar: a grammar that was checked.
+
+        Returns:
+            The matcher for one request, and the processor time of compiling it, in seconds.
+
+        Raises:
+            InvalidGrammarError: the grammar cannot be compiled.
+            EngineDeadError: the engine's process has ended.
+        """
+        outcome: Future[tuple[RemoteMatcher, float]] = Future()
+        self._loop.call_soon_threadsafe(self._ask_to_compile, outcome, grammar)
+        matcher, compile_s = outcome.result()
+        # Its request may never be submitted. So when this object ends, the other process's matcher is not needed.
+        weakref.finalize(matcher, self._unused.append, matcher.number).atexit = False
+        return matcher, compile_s
+
+    def _ask_to_compile(self, outcome: Future[Any], grammar: Grammar) -> None:
+        unused = [self._unused.popleft() for _ in range(len(self._unused))]
+        self._ask(outcome, "compile", grammar, unused)
+
+    def _ask(self, outcome: Future[Any], kind: str, *content: object) -> None:
+        """Send a message to the engine's process. Its answer will be the result or the error of `outcome`."""
         if self.engine.dead is not None and not self.running:
             outcome.set_exception(self.engine.dead)
-            return outcome
+            return
         number = next(self._numbers)
         self._outcomes[number] = outcome
-        self._send("call", number, function, args, kwargs)
-        return outcome
+        self._send(kind, number, *content)
 
     def abort(self, error: Exception) -> None:
         self._requests.clear()
@@ -254,6 +309,9 @@ class EngineProcess:
         if kind == "frame":
             self._publish(*content)
             return
+        if kind == "compiled":
+            self._settle(*content)
+            return
         self._state, *rest = content
         self.engine.paused, self.engine.dead = self._state.paused, self._state.dead
         if kind == "planned":
@@ -263,8 +321,16 @@ class EngineProcess:
         elif kind == "stepped":
             self._take_step(*rest)
         else:
-            number, result, error = rest
-            _settle(self._outcomes.pop(number), result, error)
+            self._settle(*rest)
+
+    def _settle(self, number: int, result: object, error: Exception | None) -> None:
+        outcome = self._outcomes.pop(number)
+        if not outcome.set_running_or_notify_cancel():  # its client has left
+            return
+        if error is None:
+            outcome.set_result(result)
+        else:
+            outcome.set_exception(error)
 
     def _take_step(
         self, rows: Iterable[Sequence[Any]], step: Sequence[Any] | None, next_begins_s: float | None
@@ -312,7 +378,7 @@ class EngineProcess:
         return StepOutput(request_id, token_id, text, ended, reason, *rest)
 
     def _fail_all(self) -> None:
-        """Fail every request and every call, since the engine's process has ended without being told to."""
+        """Fail all that waits for the engine's process, since it has ended without being told to."""
         error = EngineDeadError(f"the engine's process {self._ending()}; restart the server")
         logger.error(error)
         self.engine.dead, self._began_s = error, None
@@ -321,21 +387,11 @@ class EngineProcess:
         self.engine.telemetry.counters.requests_failed += len(outputs)
         self._requests.clear()
         self._deliver(outputs)
-        for outcome in self._outcomes.values():
-            _settle(outcome, None, error)
-        self._outcomes.clear()
+        for number in list(self._outcomes):
+            self._settle(number, None, error)
 
     def _ending(self) -> str:
         """Block until the engine's process has ended. Returns how it ended, as words for a message."""
         assert self._process is not None
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _settle(outcome: Future[Any], result: object, error: Exception | None) -> None:
-    if not outcome.set_running_or_notify_cancel():  # its client has left
-        return
-    if error is None:
-        outcome.set_result(result)
-    else:
-        outcome.set_exception(error)

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 
 from common.allowed_tokens import AllowedTokens
-from common.commit import fail
 from common.config import EngineConfig
 from common.engine import Engine
 from common.engine_front import Phase
 from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, StartupError
+from common.grammar import Grammar, Matcher
 from common.memory import freeze_objects
 from common.models.config import ModelConfig
-from common.request import FinishReason, Request, SamplingParams, StepOutput
+from common.request import Request, SamplingParams, StepOutput
 from common.scheduling import StepPlan
 from common.step_trace import Frame
 from common.telemetry import Counters, StepRecord
@@ -92,13 +92,21 @@ class Facts(NamedTuple):
 
 
 class State(NamedTuple):
-    """The engine's state, sent to the HTTP process with each message but frames of the live view."""
+    """The engine's state, sent to the HTTP process with each message but frames of the live view and compiled
+    grammars."""
 
     taken: int = 0  # requests that have left the inbox since the start
     waiting: int = 0  # requests in the scheduler's queue
     queue_room: int = 0  # how many more requests the scheduler's queue can take
     paused: bool = False
     dead: EngineDeadError | None = None
+
+
+class RemoteMatcher(Matcher):
+    """A matcher in the engine's process, as the HTTP process knows it: by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class NewRequest(NamedTuple):
@@ -109,6 +117,7 @@ class NewRequest(NamedTuple):
     params: SamplingParams
     eos_token_ids: frozenset[int]
     cache_salt: str
+    matcher: RemoteMatcher | None
     allowed: AllowedTokens | None
     priority: int
     group: str
@@ -128,12 +137,24 @@ _output_values, _record_values, _counter_values = map(_getter, (StepOutput, Step
 
 
 def row(output: StepOutput) -> tuple[Any, ...]:
-    """Return the values of an output's fields. An error of a class outside `common.errors` may not be picklable, so
-    a RuntimeError with its text replaces it."""
-    error = output.error
-    if error is not None and type(error).__module__ != StartupError.__module__:
-        output = replace(output, error=RuntimeError(f"{type(error).__name__}: {error}"))
+    """Return the values of an output's fields."""
+    if output.error is not None:
+        output = replace(output, error=picklable(output.error))
     return _output_values(output)
+
+
+def picklable(error: BaseException) -> Exception:
+    """Return an error that can be pickled: the given one if its class is in `common.errors`, or else a RuntimeError
+    with its text."""
+    if isinstance(error, Exception) and type(error).__module__ == StartupError.__module__:
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def result_of(outcome: Future[Any]) -> tuple[Any, Exception | None]:
+    """Return a completed future's result, and None; or None, and its error."""
+    error = outcome.exception()
+    return (outcome.result(), None) if error is None else (None, picklable(error))
 
 
 # ---------------------------------------------------------------------- the engine's process
@@ -170,8 +191,9 @@ class ServingThread(EngineThread):
         self._link = link
         self._make_from = make_engine
         self._sending = threading.Lock()
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="compiling")
-        self._uncompiled: set[str] = set()  # ids of requests whose grammars are being compiled
+        # A thread of the HTTP process waits for each grammar, so few are compiled at a time.
+        self._compiling = ThreadPoolExecutor(thread_name_prefix="compiling")
+        self._matchers: dict[int, Matcher] = {}  # by number: matchers for requests that are still to come
         self._submitted = 0
         self._sent = State()
         self._record: StepRecord | None = None  # the latest step's, until it is sent
@@ -184,7 +206,9 @@ class ServingThread(EngineThread):
             if kind == "submit":
                 self._submit_new([NewRequest(*each) for each in content[0]])
             elif kind == "cancel":
-                self._cancel_new(*content)
+                self.cancel(*content)
+            elif kind == "compile":
+                self._compile(*content)
             elif kind == "call":
                 self._call(*content)
             elif kind == "abort":
@@ -197,44 +221,38 @@ class ServingThread(EngineThread):
     # ------------------------------------------------------------------ from the front
 
     def _submit_new(self, requests: Sequence[NewRequest]) -> None:
-        constrained = {new.request_id: new for new in requests if new.params.grammar is not None}
-        others = [Request(**new._asdict()) for new in requests if new.params.grammar is None]
+        made = []
+        for new in requests:
+            matcher = None if new.matcher is None else self._matchers.pop(new.matcher.number)
+            made.append(Request(**new._asdict() | {"matcher": matcher}))
         with self._wakeup:
-            self._submitted += len(requests)
-            self._uncompiled.update(constrained)
-            self.submit(others)
-        for new in constrained.values():
-            self._compiling.submit(self._compile, new)
+            self._submitted += len(made)
+            self.submit(made)
 
-    def _compile(self, new: NewRequest) -> None:
-        """Compile a request's grammar, which the HTTP process has checked, and submit the request with its matcher.
+    def _compile(self, number: int, grammar: Grammar, unused: Sequence[int]) -> None:
+        """Compile a grammar, which the HTTP process has checked, in another thread, and keep its matcher.
 
-        If the grammar does not compile, the request fails.
+        Args:
+            number: the number of the new matcher.
+            grammar: the grammar.
+            unused: numbers of matchers whose requests have come, or will not come.
         """
-        grammar = new.params.grammar
-        assert grammar is not None
-        try:
-            request = Request(**new._asdict(), matcher=self.engine.grammars.compile(grammar))
-        except Exception as error:
-            logger.exception("the grammar of request %s failed", new.request_id)
-            self._uncompiled.discard(new.request_id)
-            failed = fail(Request(**new._asdict()), error)
-            self._send("stepped", self._state(), [row(failed)], None, self._next_begins_s())
-            return
-        with self._wakeup:
-            self._uncompiled.discard(new.request_id)
-            self.submit([request])
+        for each in unused:
+            self._matchers.pop(each, None)
 
-    def _cancel_new(self, request_id: str, reason: FinishReason) -> None:
-        if request_id in self._uncompiled:  # cancelled after it is submitted
-            self._compiling.submit(self.cancel, request_id, reason)
-        else:
-            self.cancel(request_id, reason)
+        def make() -> tuple[RemoteMatcher, float | None]:
+            grammars = self.engine.grammars
+            self._matchers[number] = grammars.compile(grammar)
+            return RemoteMatcher(number), grammars.compile_s(grammar)
+
+        def answer(outcome: Future[Any]) -> None:
+            self._send("compiled", number, *result_of(outcome))
+
+        self._compiling.submit(make).add_done_callback(answer)
 
     def _call(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
         def answer(outcome: Future[Any]) -> None:
-            error = outcome.exception()
-            self._send("answered", self._state(), number, None if error else outcome.result(), error)
+            self._send("answered", self._state(), number, *result_of(outcome))
 
         self.call(function, *args, **kwargs).add_done_callback(answer)
 
@@ -261,7 +279,7 @@ class ServingThread(EngineThread):
     def _state(self) -> State:
         engine = self.engine
         with self._wakeup:
-            taken = self._submitted - len(self._uncompiled) - len(self._arrived)
+            taken = self._submitted - len(self._arrived)
             scheduler = engine.scheduler
             return State(taken, scheduler.num_waiting, scheduler.queue_room(), engine.paused, engine.dead)
 

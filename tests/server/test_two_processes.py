@@ -5,10 +5,14 @@ With `INFER_ENGINE_PROCESS=on` in the environment, other tests start their serve
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import gc
+import http.client
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -18,8 +22,10 @@ from typing import Any
 import psutil
 import pytest
 
+from common.engine_calls import EngineCalls
 from common.engine_process import EngineProcess
 from common.errors import StartupError
+from common.grammar import Grammar, Matcher
 from common.phases import find_phase
 from common.server.options import read_options
 from common.server.serve import CORES_OF_ONE_PROCESS, has_engine_process
@@ -39,6 +45,9 @@ from tests.server.support import (
 )
 
 ON = ("--engine-process", "on")
+
+SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 79_999}}}
+MOST_COMPILING = 8  # requests whose grammars are compiled or wait for it
 
 
 def engine_of(server: int) -> psutil.Process:
@@ -61,6 +70,16 @@ def has_ended(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
+
+
+@contextlib.contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 #: Both processes treat all phases alike. The last one yields several tokens of a request in one message.
@@ -173,14 +192,44 @@ def test_a_client_that_leaves_frees_its_place(split: ServerProcess) -> None:
     eventually(lambda: split.client.get("/telemetry").json()["steps"][-1]["active"] == 0)
 
 
-def test_a_request_is_cancelled_while_its_grammar_is_compiled(split: ServerProcess) -> None:
-    schema = {"type": "integer", "multipleOf": 7919}
-    grammar = {"structured_outputs": {"json": schema}}
-    split.complete(max_tokens=4, **grammar)  # from now on it is known whether the grammar can be served
-    with split.streaming(max_tokens=1000, n=3, **grammar):
-        pass
-    eventually(lambda: split.counters()["requests_added"] == 4)
-    eventually(split._is_idle)
+def test_slow_grammars_hold_no_places_and_those_of_clients_that_leave_are_dropped(
+    split: ServerProcess,
+) -> None:
+    split.complete(max_tokens=4, **SLOW_GRAMMAR)  # from now on it is known that the grammar is slow
+    room = split.queue_room()
+    with suspended(engine_of(split.process.pid)):  # no grammar is compiled
+        asked = {split.raw(max_tokens=4, **SLOW_GRAMMAR) for _ in range(MOST_COMPILING + 1)}
+        refused = select.select(asked, [], [], HANG_S)[0][0]
+        answer = http.client.HTTPResponse(refused)
+        answer.begin()
+        assert answer.status == 503
+        assert b'"compiling_busy"' in answer.read()
+        assert split.queue_room() == room
+        for each in asked:
+            each.close()
+        eventually(lambda: split.log_text.count("dropped: the client left") == MOST_COMPILING)
+    split.complete(max_tokens=4, **SLOW_GRAMMAR)
+    assert split.counters()["requests_added"] == 2
+
+
+def count_matchers(_: EngineCalls) -> int:
+    return sum(type(each) is Matcher for each in gc.get_objects())
+
+
+@pytest.mark.anyio
+async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
+    package = find_phase("phase5_continuous")
+    config = package.Config(device="cpu", dtype="float32")
+    host = EngineProcess(functools.partial(package.build_engine, config), gc.enable)
+    engine = host.build()
+    host.start(lambda _: None, lambda _: None)
+    try:
+        for _ in range(20):
+            await asyncio.to_thread(engine.new_matcher, Grammar.regex("[ab]"))
+        assert await asyncio.wrap_future(host.call(count_matchers)) < 5
+    finally:
+        host.stop()
+        await asyncio.to_thread(host.join)
 
 
 # ---------------------------------------------------------------------- steps that are watched
@@ -208,13 +257,19 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerPr
         received = [next(events) for _ in range(5)]
         hold = in_background(BATCH + 2, lambda _: post(server, max_tokens=4000, ignore_eos=True))
         eventually(lambda: server.counters()["requests_added"] == BATCH + 3)
-        engine.kill()
+        with suspended(engine):
+            grammars = in_background(MOST_COMPILING + 1, lambda _: post(server, **SLOW_GRAMMAR))
+            eventually(lambda: sum(each.done() for each in grammars) == 1)  # refused: the others wait
+            engine.kill()
         received += events
     name, data = received[-1]
     assert (name, data["error"]["code"]) == ("error", "engine_dead")
     assert "killed by SIGKILL" in data["error"]["message"]
-    for each in hold:
-        assert_error(each.result(HANG_S), 503, None, "engine_dead")
+    answers = [each.result(HANG_S) for each in (*hold, *grammars)]
+    assert sum("compiling_busy" in answer.text for answer in answers) == 1
+    for answer in answers:
+        if "compiling_busy" not in answer.text:
+            assert_error(answer, 503, None, "engine_dead")
     for path in ("/health", "/ready"):
         assert_error(server.client.get(path), 503, None, "engine_dead")
     assert_error(server.post(), 503, None, "engine_dead")
