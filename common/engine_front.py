@@ -113,8 +113,8 @@ class EngineFront(ABC):
         """The most tokens of one request that the KV memory allows; None: it sets no limit."""
 
     @abstractmethod
-    def new_matcher(self, grammar: Grammar) -> Matcher | None:
-        """Check a grammar. Returns a matcher for one request; None if the engine's process makes it.
+    def new_matcher(self, grammar: Grammar) -> Matcher:
+        """Check a grammar. Returns a matcher for one request.
 
         Raises: as `GrammarCompiler.new_matcher`.
         """
