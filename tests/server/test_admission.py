@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -504,6 +505,11 @@ def request(body: bytes, *, complete: bool = True, **state: Any) -> Request:
     return Request({"type": "http", "headers": headers, "state": state}, receive)
 
 
+def in_bodies(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
+    """Replace functions of `asyncio` in the module `bodies` alone: servers of other tests run in other threads."""
+    monkeypatch.setattr(bodies, "asyncio", SimpleNamespace(**vars(asyncio) | replaced))
+
+
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set by a test to let bodies that wait for the shared rate go on. None of them is free."""
@@ -513,7 +519,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
         await event.wait()
 
     monkeypatch.setattr(Bodies, "BURST_BYTES", 0)
-    monkeypatch.setattr("common.server.bodies.asyncio.sleep", sleep)
+    in_bodies(monkeypatch, sleep=sleep)
     return event
 
 
@@ -613,8 +619,7 @@ async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: py
 
     bytes_per_s = 2**21
     bodies = Bodies(30.0, bytes_per_s)
-    monkeypatch.setattr("common.server.bodies.asyncio.get_running_loop", Loop)
-    monkeypatch.setattr("common.server.bodies.asyncio.sleep", sleep)
+    in_bodies(monkeypatch, get_running_loop=Loop, sleep=sleep)
     large = b"x" * 2**20
     for _ in range(4):
         assert await bodies.read_json(request(large)) == large
