@@ -193,7 +193,7 @@ class Front:
             query=request.scope["query_string"],
             headers=_headers_of(request),
             body=body,
-            named=request.scope.get("state", {}).get("named", True),
+            named=request.state.named,
             client=client_of(request.scope),
             keys=read_keys(path, body),
         )

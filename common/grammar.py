@@ -131,12 +131,13 @@ class Matcher:
         Each guess needs a mask. There are no more guesses than masks that fit into one token's share of the budget,
         so guesses at most double the processor time of masks.
         """
+        forced = self.forced()
         if self._mask_s > 0.0:
             limit = min(limit, int(self._budget.mean_s / self._mask_s))
-        forced = self.forced()[:limit]
+        forced, guesses = forced[:limit], guesses[:limit]
         if forced != guesses[: len(forced)]:
             return forced, True
-        return guesses[: min(limit, self._backend.validate_tokens(guesses))], False
+        return guesses[: self._backend.validate_tokens(guesses)], False
 
     def forced(self) -> list[int]:
         """Return tokens that spell the text that the grammar requires next. A model may spell this text with other

@@ -71,10 +71,8 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
         runner: with nothing in flight.
         stream: the runner's stream.
     """
-    few, longest = 0, runner.config.max_seq_len
+    few = 0
     for rows in FEW_ROWS:
-        if longest is not None and rows > longest:
-            break
         seconds = []
         for stream.few_rows in (rows, 0):  # passes with one thread less, then with all
             stream.take_times()
@@ -82,7 +80,9 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
                 runner.pool.reset_prefix_cache()
                 _decode(runner, [SamplingParams(temperature=0.0)], prompt_tokens=rows)
             passes = stream.take_times()[::2]  # without sampling
-            seconds.append(min((ended - began for _, began, ended in passes), default=0.0))
+            if not passes:
+                return few
+            seconds.append(min(ended - began for _, began, ended in passes))
         logger.debug("a pass of %d rows, with a thread less and with all: %s s", rows, seconds)
         if seconds[0] >= seconds[1] + HOST_S or seconds[1] > LONG_S:
             break
@@ -125,9 +125,6 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
         runner: the runner of a phase that verifies guesses, with nothing in flight.
         stream: the runner's stream.
     """
-    longest = runner.config.max_seq_len
-    if longest is not None and longest <= ROWS:
-        return None
     stream.time_work(True)
     best: dict[int, tuple[float, float]] = {}  # by rows: seconds of a step, and of the host's work in it
     for rows in (1, ROWS):
@@ -162,8 +159,12 @@ def _decode(
         prompt_tokens: length of each prompt.
 
     Returns:
-        The seconds of the last step. 0 if the KV memory is too small: then nothing is computed.
+        The seconds of the last step. 0 if sequences cannot be that long, or if the KV memory is too small: then
+        nothing is computed.
     """
+    longest = runner.config.max_seq_len
+    if longest is not None and prompt_tokens + tokens + guesses > longest:
+        return 0.0
     requests = [Request(f"warm-up {i}", [0] * prompt_tokens, params) for i, params in enumerate(batch)]
     step_s = 0.0
     if all(runner.pool.reserve(request, prompt_tokens + tokens + guesses) for request in requests):

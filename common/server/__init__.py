@@ -4,7 +4,8 @@
 other in one direction only, which an import contract in `pyproject.toml` checks.
 
 ```text
-socket    connections   bounds on the number of connections, and on the time that each may take
+socket    connections   bounds on the number of connections, and on the time that each may take (`framing`: the
+                        HTTP parser, with bounds on a body's pieces)
 request   middleware    request ids, API keys, allowed `Host` names
 parse     routes        one function for each route; `generate` for the routes that make text
           bodies        bytes to a validated body (`requests/`: its fields), or one error

@@ -30,8 +30,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from common.server.backlogs import Backlogs, SlowReaderError, Unread
-from common.server.bodies import BoundedParser
 from common.server.errors import ApiError, unavailable
+from common.server.framing import BoundedParser
 from common.server.logs import log_refusal
 from common.server.middleware import OPEN_PATHS, ip_address, refuse, without_root
 from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport

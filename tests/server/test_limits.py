@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from common.server import connections
 from common.server.backlogs import Backlogs, SlowReaderError
-from common.server.bodies import EVENTS_PER_TURN, FREE_BODY_PIECES, Bodies, expire
+from common.server.bodies import Bodies, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
     Config,
@@ -32,6 +32,7 @@ from common.server.connections import (
     TooMany,
 )
 from common.server.errors import unavailable
+from common.server.framing import EVENTS_PER_TURN, FREE_BODY_PIECES
 from common.server.middleware import OPEN_PATHS, PaceRefusals
 from common.server.service import Service
 from common.server.sockets import LingeringTransport, allow_open_files, find_lost_peers
