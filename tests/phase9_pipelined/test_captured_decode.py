@@ -176,6 +176,7 @@ def test_guesses_are_verified_by_the_paged_kernel() -> None:
 def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
     stream = CudaStream(torch.device("cuda"), graph_sizes(32))
     kept = torch.arange(10.0, device="cuda")
+    torch.cuda.synchronize()  # the stream under test waits for no other stream
     called: list[int] = []
 
     def look_up(rows: Tensor) -> tuple[Tensor]:
@@ -188,6 +189,7 @@ def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
         behind = stream.submit("double", lambda x: (x * 2,), [], first)
         assert behind.wait()[0].tolist() == [2 * (i % 10) * (i + 1) for i in range(count)]
     kept.zero_()
+    torch.cuda.synchronize()
     assert not stream.submit("look up", look_up, [rows], by_row=True).wait()[0].any(), "read when replayed"
     # Each size has a call and a capture. Above the largest size there is only the call.
     assert called == [4, 4, 1, 1, 32, 32, 300, 2, 2]

@@ -14,8 +14,6 @@ from tutor.emptying import set_up
 from tutor.exercise import ROOT, Exercise, Idea, exercise_names, load_exercise
 from tutor.judging import hint_for, judge, report
 
-pytestmark = pytest.mark.slow
-
 NAMES = exercise_names()
 
 
@@ -38,6 +36,15 @@ def by_hints(exercise: Exercise) -> Exercise:
     return dataclasses.replace(exercise, ideas=(Idea("all that hints ask for", tuple(tests)),))
 
 
+def half_right(half: dict[str, Any], text: str) -> str:
+    """Make the changes of a half-right solution to the original file's text."""
+    for change in half["changes"]:
+        assert text.count(change["from"]) == 1, f"the original has changed: {change['from']!r}"
+        text = text.replace(change["from"], change["to"])
+    return text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_original_holds(name: str, tmp_path: Path) -> None:
     exercise = load_exercise(name)
@@ -46,6 +53,7 @@ def test_the_original_holds(name: str, tmp_path: Path) -> None:
     assert len(judgement.held) == sum(len(idea.tests) for idea in exercise.ideas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_emptied_tree_says_what_it_owes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -66,6 +74,7 @@ def test_the_emptied_tree_says_what_it_owes(
     assert "to be written: " in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HALF_RIGHT)
 def test_a_half_right_solution_gets_its_hint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,23 +83,22 @@ def test_a_half_right_solution_gets_its_hint(
     half = HALF_RIGHT[name]
     exercise = load_exercise(half["exercise"])
     path = copy_of(exercise, tmp_path) / half["file"]
-    text = path.read_text()
-    for change in half["changes"]:
-        assert text.count(change["from"]) == 1, f"the original has changed: {change['from']!r}"
-        text = text.replace(change["from"], change["to"])
-    path.write_text(text)
+    path.write_text(half_right(half, path.read_text()))
     judgement = judge(by_hints(exercise), tmp_path)
     assert not judgement.all_hold
     assert hint_for(exercise, judgement).startswith(half["hint"]), report(exercise, judgement)
 
 
-def test_every_hint_is_somebodys() -> None:
+def test_every_hint_has_a_half_right_solution_that_fits_the_original() -> None:
     for name in NAMES:
         hints = [hint.says for hint in load_exercise(name).hints]
         given = [half["hint"] for half in HALF_RIGHT.values() if half["exercise"] == name]
         assert [sum(says.startswith(hint) for hint in given) for says in hints] == [1] * len(hints)
+    for half in HALF_RIGHT.values():
+        half_right(half, (ROOT / half["file"]).read_text())
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_said(tmp_path: Path) -> None:
     exercise = load_exercise("7")
     tree = copy_of(exercise, tmp_path)
@@ -101,6 +109,7 @@ def test_a_package_that_cannot_be_imported_is_said(tmp_path: Path) -> None:
     assert "cannot be imported" in report(exercise, judgement)
 
 
+@pytest.mark.slow
 def test_a_loop_without_end_fails_its_test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 3)
     exercise = load_exercise("8")
@@ -116,6 +125,7 @@ def test_a_loop_without_end_fails_its_test_alone(tmp_path: Path, monkeypatch: py
     assert judgement.held
 
 
+@pytest.mark.slow
 def test_an_error_inside_a_step_in_flight_names_its_line(tmp_path: Path) -> None:
     """The test's stream runs the step later, and the engine catches its error."""
     exercise = load_exercise("9")
@@ -130,6 +140,7 @@ def test_an_error_inside_a_step_in_flight_names_its_line(tmp_path: Path) -> None
     assert "in forward" in why
 
 
+@pytest.mark.slow
 def test_a_request_that_makes_no_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 4)
     exercise = load_exercise("7")
