@@ -8,7 +8,7 @@ A run's own file (`Run.save`) holds everything that was measured. `publish` redu
   simulator's replay.
 
 A published file holds every comparison of its workload. `load_comparisons` reads files of both kinds, also from one
-folder. A subfolder (`peers`, `sweeps`, or a machine's name) keeps results that pages must not mix with the others.
+folder. A subfolder (`peers`, or a machine's name) keeps results that pages must not mix with the others.
 """
 
 from __future__ import annotations

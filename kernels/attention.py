@@ -161,8 +161,8 @@ def attention(
 ) -> Tensor:
     """Write a pass's keys and values to the block store, then compute attention by the position rule.
 
-    This is the only place that chooses an implementation. On a CPU it is the C++ kernel, if it is available. On
-    CUDA with Triton it is the paged kernel. Everywhere else keys and values are gathered.
+    Chooses the implementation. On a CPU it is the C++ kernel, if it is available. On CUDA with Triton it is the
+    paged kernel. Everywhere else keys and values are gathered.
 
     Args:
         q: [T, Hq, D], sequence after sequence; T is the number of queries in `layout`.

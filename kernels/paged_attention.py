@@ -50,6 +50,7 @@ launch may be replayed while its sequences grow.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -68,8 +69,8 @@ NO_WINDOW = 2**31 - 1
 #: Columns of a split, a multiple of every tile's columns. Results depend on it: see the module.
 SPLIT_COLUMNS = 512
 
-#: Up to so many programs before splits, a decoding pass leaves processors idle (an NVIDIA H200 has 132).
-FEW_PROGRAMS = 256
+#: Up to so many programs leave processors idle (an NVIDIA H200 has 132).
+FEW_PROGRAMS = 128
 
 #: The most programs that share the splits of a tile. Beyond it, a program computes several splits.
 MOST_PROGRAMS = 32
@@ -327,15 +328,16 @@ def paged_attention_triton(
     positions = indices.positions.contiguous()
     group = heads // heads_kv
     decodes = indices.tile_queries == 1
-    tile = _tile(group, head_dim, q.dtype.itemsize, len(indices.tiles) * heads_kv if decodes else None)
     # The columns that the queries of a tile see may begin and end within a split.
-    most = indices.max_length if window is None else window + tile.rows // group - 1 + SPLIT_COLUMNS - 1
+    most = indices.max_length if window is None else window + indices.tile_queries - 1 + SPLIT_COLUMNS - 1
     num_splits = -(-min(most, indices.max_length) // SPLIT_COLUMNS)
     split_rows = indices.split_rows if num_splits > 1 else 0
+    programs = min(num_splits, MOST_PROGRAMS) if split_rows else 1
+    decoding = (len(indices.tiles) * heads_kv, programs) if decodes else None
+    tile = _tile(group, head_dim, q.dtype.itemsize, decoding)
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     partial = torch.empty(split_rows, heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
     tops, totals = torch.empty(2, split_rows, heads, num_splits, dtype=torch.float32, device=q.device)
-    programs = min(num_splits, MOST_PROGRAMS) if split_rows else 1
     with device_guard(q):
         _paged_attention_kernel[(len(indices.tiles), heads_kv, programs)](
             q,
@@ -409,27 +411,30 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(group: int, head_dim: int, itemsize: int, decoding: int | None) -> _Tile:
+def _tile(group: int, head_dim: int, itemsize: int, decoding: tuple[int, int] | None) -> _Tile:
     """Return a program's tile. A query of one head is a row.
 
     Tile sides are powers of two, and at least 16 for `tl.dot`. A model's tiles have equally many columns in all
     passes, since sums are rescaled after each tile, which rounds. In decode a sequence has a row for each head of a
-    group, and loads take the time: few warps compute a tile, so that many programs run at once. If few programs
-    run, more warps shorten the time of each. Other passes have many rows, which share the loads. In float32, which
-    has no tensor cores, few rows are best in all passes. The numbers are the fastest on an NVIDIA H200.
+    group, and loads take the time: one warp computes a tile, so that many programs run at once. If few programs
+    run, more warps shorten the time of each. A captured pass only knows a bound of its sequences' lengths, so many
+    of its programs may have no split to compute. If the programs with a split may be few or many, two warps lose
+    the least. Other passes have many rows, which share the loads. In float32, which has no tensor cores, few rows
+    are best in all passes. The numbers are the fastest on an NVIDIA H200.
 
     Args:
-        decoding: programs of a pass that only decodes, before splits: sequences times KV heads. None: any other
-            pass.
+        decoding: for a pass that only decodes: sequences times KV heads, and the programs that share the splits of
+            each. None: any other pass.
     """
     few = decoding is not None or itemsize == 4
     rows = max(16 if few else 64, _power_of_2(group))
     dims = max(16, _power_of_2(head_dim))
     columns = min(64, max(16, 8192 // (dims * itemsize)))
-    warps = max(1, rows * dims // 2048) if few else 4 if rows * dims < 16384 else 8
-    if decoding is not None and decoding <= FEW_PROGRAMS:
-        return _Tile(rows, columns, dims, min(8, max(4, warps)), stages=2)
-    return _Tile(rows, columns, dims, min(8, warps), stages=3)
+    warps = min(8, max(1, rows * dims // 2048) if few else 4 if rows * dims < 16384 else 8)
+    if decoding is None or decoding[0] > FEW_PROGRAMS:
+        return _Tile(rows, columns, dims, warps, stages=3)
+    least = 4 if math.prod(decoding) <= FEW_PROGRAMS else 2
+    return _Tile(rows, columns, dims, max(least, warps), stages=2)
 
 
 def _power_of_2(number: int) -> int:

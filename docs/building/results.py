@@ -143,6 +143,18 @@ def peers_tables(results: Path = RESULTS) -> str:
     )
 
 
+def machine_table(workload: str, folder: str, results: Path = RESULTS) -> str:
+    """Return the table of the newest comparison of a workload in one machine's folder, a server in each row."""
+    found = [
+        each
+        for each in full_comparisons(results)
+        if (each.first.workload.name, each.folder) == (workload, folder)
+    ]
+    if not found:
+        return f"No comparison of `{workload}` has been measured on {folder} yet.\n"
+    return f"{setup_of(found[0])}\n\n{turned_table(found[0], SWEEP_LINES[:6])}"
+
+
 def chat_answers(results: Path = RESULTS) -> str:
     """Return the table of the mean length of answers and the share of prompt tokens found in the cache, for chats.
 
