@@ -71,11 +71,12 @@ def conditions(results: Path = RESULTS, model: str = MODEL) -> str:
     shown = pairs(results, model)
     setup = setup_of(shown[0].group).split(", median")[0]
     repeats = min(pair.group.repeats for pair in shown)
-    random = ", which are random" if model.startswith("dummy:") else ""
+    weights = "random weights" if model.startswith("dummy:") else "weights"
     return (
-        f"{setup}; medians of {repeats} runs or more. Both have the same weights{random}, the same requests "
-        f"and the same KV memory. {_peer(shown[0].group)} runs in its build for CPUs, with one thread bound to "
-        "each core and prefix caching on. It is made for GPUs first, and was not compared on one."
+        f"{setup}; medians of {repeats} runs or more. Both servers have the same {weights}, get the same requests, "
+        f"and have the same amount of KV memory. {_peer(shown[0].group)} runs in its build for CPUs, with one "
+        "thread bound to each core and prefix caching on. vLLM is made for GPUs first, but the two servers were not "
+        "compared on a GPU."
     )
 
 
