@@ -26,7 +26,7 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     if request.matcher is not None:
         request.matcher.advance(token_id)
     request.token_ids.append(token_id)
-    text, reason = decode(request, token_id, _why_it_ends(request, token_id))
+    text, offset, reason = decode(request, token_id, _why_it_ends(request, token_id))
     if reason is not None:
         request.finish(reason)
     elif request.matcher is not None and not request.drafts:
@@ -37,6 +37,7 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
         request_id=request.request_id,
         token_id=token_id,
         text_delta=text,
+        text_offset=offset,
         finished=reason is not None,
         finish_reason=reason,
         error=None,
@@ -62,19 +63,24 @@ def _why_it_ends(request: Request, token_id: int) -> FinishReason | None:
     return "length" if request.num_generated_tokens >= request.params.max_new_tokens else None
 
 
-def decode(request: Request, token_id: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
-    """Return the text to deliver with a token, and why the request ends with it (None: the request continues).
-
-    A stop string ends the request, too, unless an EOS or stop token does.
+def decode(
+    request: Request, token_id: int, reason: FinishReason | None
+) -> tuple[str, int, FinishReason | None]:
+    """Decode a token of an answer. A stop string ends the request, too, unless an EOS or stop token does.
 
     Args:
         request: the token's request. Only its detokenizer is changed.
         token_id: the token.
         reason: why the request ends, judged by token ids alone.
+
+    Returns:
+        The text to deliver with the token, the `text_offset` of its output, and why the request ends with it (None:
+        the request continues).
     """
     detokenizer = request.detokenizer
     if detokenizer is None:
-        return "", reason
+        return "", 0, reason
+    offset = detokenizer.length
     ending = token_id in request.ending_token_ids
     shown = not ending or request.params.include_stop_str_in_output
     text = detokenizer.add(token_id) if shown else ""
@@ -82,7 +88,7 @@ def decode(request: Request, token_id: int, reason: FinishReason | None) -> tupl
         reason = "stop"
     if reason is not None:
         text += detokenizer.finish()
-    return text, reason
+    return text, offset, reason
 
 
 def fail(request: Request, error: Exception) -> StepOutput:
@@ -110,6 +116,7 @@ def terminal_output(request: Request) -> StepOutput:
         request_id=request.request_id,
         token_id=None,
         text_delta="",
+        text_offset=0,
         finished=True,
         finish_reason=request.finish_reason,
         error=request.error,

@@ -350,6 +350,7 @@ class EngineProcess:
         request_id: str,
         token_id: int | None,
         _: str,
+        __: int,
         ended: bool,
         reason: FinishReason | None,
         *rest: Any,
@@ -361,10 +362,10 @@ class EngineProcess:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        text = ""
+        text, offset = "", 0
         if token_id is not None:
             try:
-                text, reason = decode(request, token_id, reason)
+                text, offset, reason = decode(request, token_id, reason)
             except Exception as error:
                 logger.exception("request %s failed", request_id)
                 self.cancel(request_id)
@@ -375,7 +376,7 @@ class EngineProcess:
         ended = ended or reason is not None
         if ended:
             del self._requests[request_id]
-        return StepOutput(request_id, token_id, text, ended, reason, *rest)
+        return StepOutput(request_id, token_id, text, offset, ended, reason, *rest)
 
     def _fail_all(self) -> None:
         """Fail all that waits for the engine's process, since it has ended without being told to."""

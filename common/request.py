@@ -375,6 +375,7 @@ class StepOutput:
     request_id: str
     token_id: int | None
     text_delta: str
+    text_offset: int  # characters of the answer before the token, those that are held back included
     finished: bool
     finish_reason: FinishReason | None
     error: Exception | None

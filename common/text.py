@@ -169,6 +169,10 @@ class IncrementalDetokenizer:
         min_tokens: stop strings are ignored for this many tokens.
         include_stop: whether the text includes the stop string that ends it.
         skip_special_tokens: leave special tokens out of the text.
+
+    Attributes:
+        stopped: whether a stop string is complete.
+        length: number of characters decoded so far, those that are held back included.
     """
 
     #: After this many tokens in a row without decoded text, `_is_broken` checks their bytes. UTF-8 needs at most
@@ -197,6 +201,7 @@ class IncrementalDetokenizer:
         self._held = ""
         self._unfinished: list[int] = []
         self.stopped = False
+        self.length = 0
         self._context: list[int] = []  # the tokens of the latest full character
         self._stream = self._new_stream(())
         for token_id in self._tail(prompt_token_ids):
@@ -223,6 +228,7 @@ class IncrementalDetokenizer:
     def add(self, token_id: int) -> str:
         """Add a token. Returns the text that can be delivered now. Sets `stopped` if a stop string is complete."""
         text = self._decode(token_id)
+        self.length += len(text)
         if self._unstoppable > 0:
             self._unstoppable -= 1
             return self._release(text, stoppable=False)

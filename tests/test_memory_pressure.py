@@ -89,9 +89,10 @@ def test_the_same_tokens_at_every_size(variant: Variant, blocks: int, llama: Cau
     assert (engine.scheduler.preemptions > 0) == (blocks < AMPLE)
 
 
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_sizes_from_the_smallest_to_ample(variant: Variant) -> None:
+def test_sizes_from_the_smallest_to_ample(variant: Variant, step: int) -> None:
     """The model is a `RememberingModel`, which is fast enough for every small size."""
-    for blocks in [*range(SMALLEST, 26), *range(26, 100, 8), AMPLE]:
+    for blocks in [*range(SMALLEST, 26, step), *range(26, 100, 8 * step), AMPLE]:
         engine = engine_of(variant, None, blocks)
         serve(engine)

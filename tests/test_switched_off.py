@@ -66,7 +66,7 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
     return plans, model.calls, told
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("phase", "options"), CASES, ids=str)
 def test_without_its_idea_a_phase_computes_what_the_phase_before_computes(
     phase: str, options: dict[str, Any], seed: int

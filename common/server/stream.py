@@ -196,7 +196,15 @@ class StreamEnds:
     def write(self, error: ApiError) -> tuple[bytes, ...]:
         """Return the event that ends each choice with `error`, in order, and last the bytes that end the stream."""
         failed = StepOutput(
-            "", None, "", finished=True, finish_reason=None, error=error, prompt_tokens=0, completion_tokens=0
+            "",
+            None,
+            "",
+            0,
+            finished=True,
+            finish_reason=None,
+            error=error,
+            prompt_tokens=0,
+            completion_tokens=0,
         )
         choices = (self._wire.lost(choice, failed) for choice in self._wire.answer.choices)
         return (*choices, self._wire.last)

@@ -75,8 +75,8 @@ def conditions(results: Path = RESULTS, model: str = MODEL) -> str:
     return (
         f"{setup}; medians of {repeats} runs or more. Both servers have the same {weights}, get the same requests, "
         f"and have the same amount of KV memory. {_peer(shown[0].group)} runs in its build for CPUs, with one "
-        "thread bound to each core and prefix caching on. vLLM is made for GPUs first, but the two servers were not "
-        "compared on a GPU."
+        "thread bound to each core and prefix caching on. vLLM is made for GPUs first, but the two servers were "
+        "not compared on a GPU."
     )
 
 

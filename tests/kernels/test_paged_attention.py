@@ -218,8 +218,16 @@ LONG = (1, SPLIT - 1, (3, SPLIT), SPLIT + 1, (4, 3 * SPLIT - 9), (30, SPLIT + 9)
 
 
 @pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("window", [None, 75, 250])
-@pytest.mark.parametrize("programs", [1, 2, 32])
+@pytest.mark.parametrize(
+    ("programs", "window"),
+    [
+        *((2, None), (32, 75), (1, 250)),
+        *(
+            pytest.param(programs, window, marks=pytest.mark.slow)
+            for programs, window in ((1, None), (1, 75), (2, 75), (2, 250), (32, None), (32, 250))
+        ),
+    ],
+)
 def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch, programs, window):
     """Programs share the splits of leading sequences, or take several each. Other sequences have one program."""
     monkeypatch.setattr(kernels.paged_attention, "MOST_PROGRAMS", programs)
@@ -292,8 +300,16 @@ def test_the_launch_follows_from_what_the_host_knows(monkeypatch, sequences, win
 # ---------------------------------------------------------------------- a row's bits
 
 
-@pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float32), ((3, 1), torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("window", [150, None])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "window"),
+    [
+        ((4, 2), torch.float32, None),
+        ((3, 1), torch.bfloat16, 150),
+        pytest.param((4, 2), torch.float32, 150, marks=pytest.mark.slow),
+        pytest.param((3, 1), torch.bfloat16, None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("short_splits")
 def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, window, dtype):
     """The row may be decoded alone, verified with guesses, or prefilled in chunks, beside any neighbours."""

@@ -344,6 +344,17 @@ def test_penalties_and_filters_reach_the_sampler(server: ServerProcess) -> None:
         assert again == plain, f"{name} {value} leaves only the likeliest token"
 
 
+def test_offsets_count_text_that_is_held_back_for_a_stop_string(server: ServerProcess) -> None:
+    fields = {"max_tokens": 6, "ignore_eos": True, "logprobs": 0}
+    (plain,) = server.complete(**fields)["choices"]
+    fields["stop"] = plain["text"][1:4] + "never"
+    assert server.complete(**fields)["choices"] == [plain]
+    events = [data["choices"][0] for _, data in server.events(**fields) if data["choices"]]
+    assert "" in [each["text"] for each in events], "text is held back"
+    offsets = [offset for each in events if each["logprobs"] for offset in each["logprobs"]["text_offset"]]
+    assert offsets == plain["logprobs"]["text_offset"]
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_logprobs_have_openais_shape(server: ServerProcess, count: int) -> None:
     fields = {"max_tokens": 6, "ignore_eos": True, "logprobs": count}

@@ -178,7 +178,16 @@ STOP = ["forest", "ere"]
 
 
 @ON_FIRST_AND_LAST
-@pytest.mark.parametrize(("n", "stop", "top"), [(1, None, None), (3, STOP, None), (1, STOP, 2), (3, None, 2)])
+@pytest.mark.parametrize(
+    ("n", "stop", "top"),
+    [
+        *((1, None, None), (3, STOP, 2)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((3, STOP, None), (1, STOP, 2), (3, None, 2))
+        ),
+    ],
+)
 @pytest.mark.parametrize("choice", ["required", "auto", "named"])
 def test_a_stream_adds_up_to_the_answer(
     server: ServerProcess, n: int, stop: list[str] | None, top: int | None, choice: str

@@ -65,7 +65,6 @@ class Choice:
         index: its number among all choices of the request: the prompt's number × n + j for a prompt's choice j.
         prompt: the prompt it continues, shared with its other choices.
         is_prompts_first: whether it is its prompt's first choice. Only this choice's request scores the prompt.
-        text_length: characters of its outputs so far.
         latest: its latest output.
         ended: whether its last event has been made.
         reader: cuts its text into parts; None: all of it is the answer's text.
@@ -74,15 +73,9 @@ class Choice:
     index: int
     prompt: Prompt
     is_prompts_first: bool
-    text_length: int = 0
     latest: StepOutput | None = None
     ended: bool = False
     reader: PartsReader | None = None
-
-    def add(self, output: StepOutput) -> None:
-        """Add an output to the choice: the length of its text, and the output as the latest."""
-        self.text_length += len(output.text_delta)
-        self.latest = output
 
     def parts(self, output: StepOutput) -> list[Part]:
         """Return the text of an output, cut into pieces of answer, thoughts and tool calls (`replies.parts`).
@@ -270,7 +263,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        """Return the events of one output of a choice. Call `choice.add(output)` before."""
+        """Return the events of one output of a choice, which is its `latest`."""
 
     def lost(self, choice: Choice, failed: StepOutput) -> bytes:
         """Return the events that end a choice with the error in `failed`, for use if this process is lost.
@@ -300,7 +293,7 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
     async with contextlib.aclosing(interleave(answer.streams)) as outputs:
         async for index, arrived in outputs:
             for choice, output in answer.ready(index, arrived):
-                choice.add(output)
+                choice.latest = output
                 if _is_large(answer, choice, output):
                     events = await encoding.run(functools.partial(wire.events, choice, output))
                 else:
@@ -325,7 +318,7 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
             for choice, output in answer.ready(index, arrived):
                 if output.error is not None:
                     raise from_exception(output.error)
-                choice.add(output)
+                choice.latest = output
                 said[choice.index].append(output)
 
     def encode() -> bytes:

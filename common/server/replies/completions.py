@@ -107,7 +107,7 @@ def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCom
             {
                 "index": choice.index,
                 "text": choice.prompt.echo + joined_text(outputs),
-                "logprobs": completion_logprobs(answer, choice, outputs, len(choice.prompt.echo)),
+                "logprobs": completion_logprobs(answer, choice, outputs),
                 "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
                 **shown_tokens(answer, choice, outputs),
             }
@@ -126,12 +126,11 @@ def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkCho
     """Return the choice object of a stream's chunk for one output, with `finish_reason` None."""
     if answer.text_only:
         return {"index": choice.index, "text": output.text_delta, "logprobs": None, "finish_reason": None}
-    before = len(choice.prompt.echo) + choice.text_length - len(output.text_delta)
     echo = choice.prompt.echo if is_first(output) else ""
     return {
         "index": choice.index,
         "text": echo + output.text_delta,
-        "logprobs": completion_logprobs(answer, choice, [output], before),
+        "logprobs": completion_logprobs(answer, choice, [output]),
         "finish_reason": None,
         **shown_tokens(answer, choice, [output]),
     }

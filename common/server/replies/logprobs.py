@@ -22,9 +22,7 @@ from common.text import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def completion_logprobs(
-    answer: Answer, choice: Choice, said: Sequence[StepOutput], offset: int
-) -> Logprobs | None:
+def completion_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> Logprobs | None:
     """Return the log-probabilities of the tokens of some outputs; None if not asked for.
 
     If the prompt is echoed, the log-probabilities of a choice's first output begin with the prompt's tokens.
@@ -33,7 +31,6 @@ def completion_logprobs(
         answer: the choice's answer.
         choice: the choice that the outputs belong to.
         said: outputs, in order.
-        offset: characters of the choice's text before these outputs.
     """
     columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     prompt, shown = choice.prompt, answer.shown
@@ -46,8 +43,8 @@ def completion_logprobs(
         columns["text_offset"] += prompt.echoed_logprobs["text_offset"]
     for output in said:
         if output.logprobs is not None and output.token_id is not None:
+            offset = len(prompt.echo) + output.text_offset
             _add_token(columns, answer.tokenizer, output.token_id, output.logprobs, offset)
-        offset += len(output.text_delta)
     return columns if columns["tokens"] else None
 
 

@@ -58,7 +58,7 @@ class Origin(TypedDict):
     created: Annotated[int, Field(description="seconds since 1970")]
     model: str
     system_fingerprint: Annotated[
-        str, Field(description="stands for the version, the phase, the model and its number types")
+        str, Field(description="a name for the version, the phase, the model and its number types together")
     ]
 
 
@@ -74,18 +74,20 @@ class AnswerOrigin(Origin, closed=True):
 
 class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[
-        int, Field(description="found in memory and not computed; 0 in phases that share nothing")
+        int, Field(description="prompt tokens found in the prefix cache; 0 in phases without one")
     ]
 
 
 class CompletionTokensDetails(TypedDict):
     accepted_prediction_tokens: Annotated[
-        int, Field(description="guessed right (phase 10), from `prediction` or from the text so far")
+        int, Field(description="guesses that came true (phase 10), from `prediction` or from the text so far")
     ]
     rejected_prediction_tokens: Annotated[
-        int, Field(description="guessed wrong: computed, and no part of the answer")
+        int, Field(description="guesses that were wrong: computed, but not part of the answer")
     ]
-    reasoning_tokens: Annotated[int, Field(description="of thoughts that are kept apart from the answer")]
+    reasoning_tokens: Annotated[
+        int, Field(description="tokens of the thoughts, which are kept apart from the answer")
+    ]
 
 
 class Usage(TypedDict):
@@ -199,7 +201,7 @@ class CompletionChunk(TextChunk):
 class CompletionEvent(TextChunk):
     """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk with further fields."""
 
-    token: NotRequired[Annotated[str, Field(description="`token`: the text that this token let out")]]
+    token: NotRequired[Annotated[str, Field(description="`token`: the text that this token completed")]]
     token_id: NotRequired[Annotated[int | None, Field(description="`token`")]]
     finish_reason: NotRequired[
         Annotated[
@@ -216,7 +218,7 @@ class ChatTokenLogprob(TypedDict):
     token: str
     logprob: float
     bytes: Annotated[
-        list[int], Field(description="of the text in UTF-8; of a part of a character, that part")
+        list[int], Field(description="the token's bytes in UTF-8, perhaps a part of a character")
     ]
 
 
@@ -233,9 +235,7 @@ class ChatLogprobs(TypedDict):
 
 class CalledFunction(TypedDict):
     name: str
-    arguments: Annotated[
-        str, Field(description="JSON; without an end if the answer was cut off within the call")
-    ]
+    arguments: Annotated[str, Field(description="JSON; incomplete if the answer was cut off within the call")]
 
 
 class ToolCall(TypedDict):
@@ -249,7 +249,7 @@ class AssistantMessage(TypedDict):
     content: Annotated[str | None, Field(description="null beside tool calls, if there is no text")]
     refusal: None
     reasoning_content: NotRequired[
-        Annotated[str | None, Field(description="the model's thoughts, if its template knows any")]
+        Annotated[str | None, Field(description="the model's thoughts, if its template has markers for them")]
     ]
     tool_calls: NotRequired[Annotated[list[ToolCall], Field(description="if there are any")]]
 
@@ -258,7 +258,7 @@ class ChatChoice(AnswerTokens):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Annotated[ChatReason, Field(description="`tool_calls` behind complete calls")]
+    finish_reason: Annotated[ChatReason, Field(description="`tool_calls` after complete calls")]
 
 
 class ChatCompletion(Header, PromptTokens):
@@ -323,7 +323,9 @@ class ModelCard(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: Annotated[int, Field(description="prompt and new tokens of one request at the most")]
+    max_model_len: Annotated[
+        int, Field(description="the most tokens of one request, prompt and answer together")
+    ]
     phase: str
     sampling_defaults: Annotated[
         SamplingDefaults, Field(description="the sampling parameters of requests that name none")
@@ -372,7 +374,8 @@ class Version(TypedDict):
         str, Field(description="type of the linear layers' weights: int8 if they are quantized")
     ]
     kernels: Annotated[
-        Literal["triton", "native", "torch"], Field(description="what computes norms, attention and the like")
+        Literal["triton", "native", "torch"],
+        Field(description="the implementation of norms, attention and similar operations"),
     ]
     batch_invariant: Annotated[
         bool,
@@ -384,7 +387,7 @@ class Version(TypedDict):
 
 
 class CacheReset(TypedDict):
-    dropped_blocks: Annotated[int, Field(description="blocks of the prefix cache that nobody used")]
+    dropped_blocks: Annotated[int, Field(description="the dropped blocks, which no request used")]
 
 
 class TelemetrySnapshot(TypedDict):
@@ -394,7 +397,10 @@ class TelemetrySnapshot(TypedDict):
     max_batch_size: int
     max_seq_len: int
     queue_room: Annotated[
-        int, Field(description="requests that would be taken before new ones are answered 503")
+        int,
+        Field(
+            description="the number of further requests that the queue can take before the server answers 503"
+        ),
     ]
     counters: dict[str, float]
     steps: Annotated[list[dict[str, float]], Field(max_length=PAGE_STEPS)]

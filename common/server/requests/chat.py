@@ -207,21 +207,28 @@ class ChatRequest(ConversationRequest, OpenAIChatFields, VllmChatFields):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
     messages: Messages = Field(
-        description="each with a `role` and a `content`: a text, or parts of type text, a line each"
+        description="each with a `role` and a `content`: a text, or parts of type text, which are joined as lines"
     )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="default: as many as fit behind the conversation"
+        default=None, ge=1, description="default: as many as fit after the conversation"
     )
-    max_tokens: int | None = Field(default=None, ge=1, description="the older name of the same")
-    logprobs: bool | None = Field(default=False, description="what is known of each sampled token")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="the older name of `max_completion_tokens`"
+    )
+    logprobs: bool | None = Field(
+        default=False, description="the log-probability of each sampled token is returned"
+    )
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=20, description="and of so many that were likeliest; with `logprobs`"
+        default=None,
+        ge=0,
+        le=20,
+        description="with `logprobs`: the log-probabilities of so many of the likeliest tokens, too",
     )
     reasoning_effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
     prediction: Prediction | None = Field(
         default=None,
-        description="text that the answer will probably have; phase 10 answers quicker where it has it, and no "
-        "phase answers otherwise for it",
+        description="text that the answer will probably contain; where it does, phase 10 answers faster; it "
+        "changes no answer",
     )
 
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)

@@ -59,16 +59,16 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
     default_new_tokens: ClassVar[int | None] = 128
 
     prompt: Prompt = Field(
-        description="one prompt or several; text gets the tokenizer's special tokens, ids none"
+        description="one prompt or several; special tokens are added to text, not to token ids"
     )
     max_tokens: int | None = Field(
         default=None,
         ge=0,
-        description="default: 128, or fewer if fewer fit; 0 computes the prompt only; with `echo` or "
-        "`prompt_logprobs`, which tell of it",
+        description="default: 128, or fewer if fewer fit; 0 computes only the prompt, for `echo` or "
+        "`prompt_logprobs`",
     )
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    best_of: int | None = Field(default=None, ge=1, description="only n: every choice is sent")
+    best_of: int | None = Field(default=None, ge=1, description="must equal n, since every choice is sent")
 
     @property
     def num_prompts(self) -> int:

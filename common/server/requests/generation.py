@@ -119,27 +119,29 @@ class GenerationRequest(Body, VllmFields):
     n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
     ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
     min_tokens: int | None = Field(
-        default=0, ge=0, description="no EOS, stop token or stop string before so many"
+        default=0,
+        ge=0,
+        description="before so many tokens, no EOS, stop token or stop string ends the answer",
     )
     truncate_prompt_tokens: int | None = Field(
         default=None,
         ge=-1,
-        description="of a longer prompt only so many tokens are taken; -1: as many as fit before `max_tokens`",
+        description="a longer prompt is cut to so many tokens; -1: to as many as fit before `max_tokens`",
         json_schema_extra={"not": {"const": 0}},
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default="left",
-        description="where a prompt that is too long is cut: the last tokens are taken, or the first",
+        description="the side at which a prompt that is too long is cut: `left` keeps the last tokens",
     )
     cache_salt: str | None = Field(
         default=None,
         min_length=1,
         max_length=256,
-        description="what is cached is shared only with requests that have the same one",
+        description="cached blocks are shared only with requests that have the same salt",
     )
     response_format: ResponseFormat | None = Field(default=None, description="JSON answers")
     structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="answers of a form; not together with `response_format`"
+        default=None, description="the form of the answer; not together with `response_format`"
     )
     add_special_tokens: bool | None = Field(
         default=None,
@@ -150,10 +152,11 @@ class GenerationRequest(Body, VllmFields):
         default=0,
         ge=-(2**31),
         lt=2**31,
-        description="requests with a lower one go first, then those that came first; phase 4 takes only 0",
+        description="requests with a lower number go first, then those that arrived first; phase 4 takes only 0",
     )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None, description="no other token is sampled, EOS neither"
+        default=None,
+        description="only these tokens are sampled; without EOS among them, EOS is not sampled either",
     )
     bad_words: list[BadWord] | None = Field(
         default=None, max_length=256, fail_fast=True, description="words that no token may complete"
@@ -166,32 +169,35 @@ class GenerationRequest(Body, VllmFields):
     )
     echo: bool | None = Field(
         default=False,
-        description="the prompt comes before the answer, with log-probabilities of its own if asked for; in a "
-        "chat, the last message does, if that is an assistant's",
+        description="the text begins with the prompt, and its log-probabilities are included if asked for; in a "
+        "chat, it begins with the last message if that is an assistant's",
     )
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=20,
-        description="what the model makes of the prompt's tokens, for each but the first",
+        description="log-probabilities of the prompt's tokens after the first, and of so many likeliest tokens in "
+        "each place",
     )
     return_token_ids: bool | None = Field(
-        default=False, description="of prompt and answer, beside their text"
+        default=False, description="the token ids of prompt and answer are returned, too"
     )
     # Labels change nothing: this server has no accounts that they could belong to.
-    user: str | None = Field(default=None, max_length=256, description="a label; the server's log has it")
+    user: str | None = Field(
+        default=None, max_length=256, description="a label, which is written to the server's log"
+    )
     safety_identifier: str | None = Field(default=None, max_length=256, description="a label")
     prompt_cache_key: str | None = Field(default=None, max_length=256, description="a label")
     metadata: Annotated[dict[str, Any], AfterValidator(_check_metadata)] | None = Field(
         default=None,
         max_length=16,
-        description="labels: texts of up to 512 characters by names of up to 64",
+        description="labels: a map from names of up to 64 characters to texts of up to 512",
         json_schema_extra={"additionalProperties": {"type": "string", "maxLength": 512}},
     )
     logit_bias: dict[str, Any] | None = Field(
         default=None,
         max_length=1024,
-        description="by token id, what is added to its logit before anything else: -100 to 100",
+        description="a map from token ids to numbers from -100 to 100, which are added to their logits first",
         json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     )
 

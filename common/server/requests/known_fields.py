@@ -121,7 +121,7 @@ class OpenAIResponsesFields(OpenAISharedFields):
     previous_response_id: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
     prompt: Annotated[Any, Neutral(reason=_NOTHING_STORED)] = None
     prompt_logprobs: Annotated[Any, Neutral(reason="completions and chat have prompt_logprobs")] = None
-    response_format: Annotated[Any, Neutral(reason="text.format has answers of a form")] = None
+    response_format: Annotated[Any, Neutral(reason="use text.format")] = None
     return_token_ids: Annotated[Any, Neutral(False, reason="completions and chat have return_token_ids")] = (
         None
     )
@@ -157,9 +157,9 @@ class OpenAIToolFields(Table):
     async_: Annotated[Any, Neutral(False, reason="the client decides when it calls a function")] = Field(
         default=None, alias="async"
     )
-    defer_loading: Annotated[Any, Neutral(False, reason="the model is told of all functions")] = None
+    defer_loading: Annotated[Any, Neutral(False, reason="the prompt has all functions")] = None
     output_schema: Annotated[
-        Any, Neutral(reason="the model is told of names, descriptions and parameters; describe it there")
+        Any, Neutral(reason="the prompt has names, descriptions and parameters; describe the results there")
     ] = None
 
 
@@ -167,7 +167,7 @@ class OpenAIPartFields(Table):
     """Fields of the parts of an item's `content`."""
 
     annotations: Annotated[Any, Neutral([], reason="send the text alone")] = None
-    prompt_cache_breakpoint: Annotated[Any, Neutral(reason="prefixes are cached wherever they end")] = None
+    prompt_cache_breakpoint: Annotated[Any, Neutral(reason="all whole blocks of a prompt are cached")] = None
 
 
 class OpenAICompletionFields(Table):
@@ -202,17 +202,17 @@ class VllmFields(Table):
     guided_regex: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
     guided_whitespace_pattern: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
     kv_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
-    length_penalty: Annotated[Any, Neutral(1.0, reason="it belongs to beam search")] = None
-    logits_processors: Annotated[Any, Neutral([], reason="clients bring no code")] = None
+    length_penalty: Annotated[Any, Neutral(1.0, reason="there is no beam search")] = None
+    logits_processors: Annotated[Any, Neutral([], reason="clients cannot send code")] = None
     repetition_detection: Annotated[Any, Neutral(reason="frequency_penalty works against repetition")] = None
     request_id: Annotated[Any, Neutral(reason="send it as the header x-request-id")] = None
     return_token_offsets: Annotated[Any, Neutral(False, reason="logprobs has text_offset")] = None
     return_tokens_as_token_ids: Annotated[Any, Neutral(False, reason="return_token_ids has the ids")] = None
     spaces_between_special_tokens: Annotated[
-        Any, Neutral(True, reason="the tokenizer puts spaces where its texts have them")
+        Any, Neutral(True, reason="spaces are decoded as the tokenizer has them")
     ] = None
     structural_tag: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
-    thinking_token_budget: Annotated[Any, Neutral(-1, reason="a thought ends where the model ends it")] = None
+    thinking_token_budget: Annotated[Any, Neutral(-1, reason="the model decides how long it thinks")] = None
     use_beam_search: Annotated[Any, Neutral(False, reason="tokens are sampled; temperature 0 is greedy")] = (
         None
     )
@@ -223,7 +223,7 @@ class VllmChatFields(Table):
     """Fields that vLLM adds to the body of chat."""
 
     best_of: Annotated[Any, Neutral(reason="every choice is sent; n says how many")] = None
-    include_reasoning: Annotated[Any, Neutral(True, reason="thoughts are in a field of their own")] = None
+    include_reasoning: Annotated[Any, Neutral(True, reason="thoughts have their own field")] = None
     return_assistant_tokens_mask: Annotated[
         Any, Neutral(False, reason="answers of chat do not show the prompt")
     ] = None

@@ -46,23 +46,23 @@ class ChatMessage(OpenAIMessageFields):
     content: Content | None = Field(
         default=None,
         validate_default=True,
-        description="a text, or parts of type text, which stand on lines of their own; null, which is an empty "
-        "text, for an assistant only",
+        description="a text, or a list of parts of type text, which are joined as lines; an assistant's may be "
+        "null, which is an empty text",
     )
-    name: str | None = Field(default=None, description="for templates that show it")
+    name: str | None = Field(default=None, description="a name, which some templates show")
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="an assistant's calls, as its answer had them"
+        default=None, description="an assistant's calls, as they were in its answer"
     )
     reasoning_content: str | None = Field(
         default=None,
-        description="an assistant's thoughts, as its answer had them; the template may leave them out",
+        description="an assistant's thoughts, as they were in its answer; the template may leave them out",
     )
-    reasoning: str | None = Field(default=None, description="another name of the same")
+    reasoning: str | None = Field(default=None, description="another name of `reasoning_content`")
     provider_specific_fields: dict[str, Any] | None = Field(
         default=None, description="litellm's copy of an answer's fields, which it sends back; not read"
     )
     tool_call_id: str | None = Field(
-        default=None, max_length=256, description="of the call whose result a `tool` message has"
+        default=None, max_length=256, description="in a `tool` message: the id of the call that it answers"
     )
 
     @field_validator("content")

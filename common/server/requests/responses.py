@@ -129,7 +129,7 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
     )
     instructions: str | None = Field(default=None, description="a system message before the input")
     max_output_tokens: int | None = Field(
-        default=None, ge=1, description="default: as many as fit behind the conversation"
+        default=None, ge=1, description="default: as many as fit after the conversation"
     )
     text: TextOptions | None = Field(default=None, description="the form of the answer")
     reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
@@ -145,7 +145,7 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
     )
     truncation: Literal["auto", "disabled"] | None = Field(
         default="disabled",
-        description="`auto`: of a conversation too long, the last tokens that fit are taken",
+        description="`auto`: a conversation that is too long is cut, and its last tokens stay",
     )
     stream: bool | None = Field(default=False, description="answer with an event stream")
     stream_options: OpenAIStreamFields | None = None  # type: ignore[assignment]  # the last event has the usage

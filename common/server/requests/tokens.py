@@ -15,13 +15,14 @@ class TokenizeRequest(Body, TemplateOptions):
     """The body of `POST /tokenize`: a text or a conversation."""
 
     model: str | None = Field(default=None, description="a name of the served model; default: that model")
-    prompt: str | None = Field(default=None, description="a text; or else:")
+    prompt: str | None = Field(default=None, description="a text, or else `messages`")
     messages: Messages | None = Field(default=None, description="a conversation, as for chat")
     add_special_tokens: bool | None = Field(
-        default=None, description="default: for a prompt; a conversation has its own"
+        default=None,
+        description="default: true for a prompt, false for a conversation, whose template adds them",
     )
     return_token_strs: bool | None = Field(
-        default=False, description="the tokens as the tokenizer spells them, too"
+        default=False, description="the spelling of each token in the vocabulary is returned, too"
     )
 
     @property

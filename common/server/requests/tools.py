@@ -27,7 +27,7 @@ class FunctionFields(BaseModel):
     model_config = BODY
 
     name: FunctionName
-    description: str | None = Field(default=None, description="the model is told of it")
+    description: str | None = Field(default=None, description="a description for the model")
     parameters: dict[str, Any] | None = Field(
         default=None, description="a JSON Schema of an object; default: the function has no arguments"
     )
