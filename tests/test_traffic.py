@@ -126,7 +126,7 @@ def test_random_operations_of_requests_with_priorities(variant: Variant) -> None
     ("variant", "operations", "seed"),
     [
         *((variant, 2500, 1) for variant in PHASES),
-        *((variant, 2000, 2) for variant in OTHERS),
+        *(pytest.param(variant, 2000, 2, marks=pytest.mark.slow) for variant in OTHERS),
         *(pytest.param(variant, 20_000, 3, marks=pytest.mark.slow) for variant in PHASES),
     ],
     ids=str,

@@ -48,6 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env/bin/python"
 
 
+@pytest.mark.slow
 def test_a_client_program_has_types(python: Path, tmp_path: Path) -> None:
     """mypy reports only the wrong line. Torch's own types are skipped, because mypy takes long to read them."""
     (tmp_path / "client.py").write_text(CLIENT + "number: int = answers[0].text\n")

@@ -77,6 +77,7 @@ def test_compare_and_the_sites_tables_know_it(registered: dict[str, str]) -> Non
     assert head.endswith("| phase 11 |")
 
 
+@pytest.mark.slow
 def test_the_identity_suite_runs_it(registered: dict[str, str]) -> None:
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/identity/test_token_identity.py")
     said = python(registered, *words, "-m", "slow or not slow", "-k", "phase11_copy and zoo:gemma3-tiny")

@@ -138,7 +138,6 @@ def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) 
         Variant("phase7_chunked", {"block_size": 4, "prefill_chunk_size": 16}),
         Variant("phase8_prefix", {"block_size": 4, "prefill_chunk_size": 16}),
     ],
-    rare=(),
 )
 def test_nor_does_the_paged_kernel_read_them(
     subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch

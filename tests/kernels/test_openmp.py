@@ -93,6 +93,7 @@ print(spent)
 """
 
 
+@pytest.mark.slow
 def test_workers_sleep_between_two_steps() -> None:
     """Between two steps, workers take less than half the processor time of workers that spin all the while."""
     if (os.cpu_count() or 1) < 2:

@@ -21,12 +21,17 @@ from tests.server.support import (
     eventually,
     hold_a_full_batch,
     in_background,
-    on_phases,
     post,
+    slow_but_on,
     with_option,
 )
 
-pytestmark = on_phases(*PHASES)
+pytestmark = pytest.mark.parametrize(
+    "phase",
+    slow_but_on("phase4_static", "phase6_paged", "phase9_pipelined", of=PHASES),
+    indirect=True,
+    scope="session",
+)
 
 QUEUE = 16
 PAGED = with_option("block_size")
