@@ -178,6 +178,6 @@ def work_without_cache() -> str:
     assert without == sum(range(PROMPT, PROMPT + ANSWER)), "the formula and the sum differ"
     return (
         f"For a prompt of {PROMPT} tokens and an answer of {ANSWER}: without a cache "
-        f"*p · n + n (n − 1) / 2* = {without:,} tokens are computed, with a cache *p + n − 1* = {kept}. That is "
-        f"{without / kept:.0f} times as many."
+        f"*p · n + n (n − 1) / 2* = {without:,} tokens are computed, with a cache *p + n − 1* = {kept}. So without "
+        f"a cache, {without / kept:.0f} times as many tokens are computed as with one."
     )
