@@ -133,6 +133,8 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.excinfo is not None:
+        _leave_out_frames_without_lines(call.excinfo)
     report = yield
     # One result for all parameters of a test: "unwritten" if any is, else the first failure; "held" if any ran.
     known = _results.setdefault(item.nodeid.partition("[")[0], {"outcome": "skipped", "why": []})
@@ -164,6 +166,14 @@ def pytest_runtest_makereport(
             raised = place is not None and not _is_timeout(error) and not _raised_by_a_test(cause)
             known |= {"outcome": "failed", "why": list(_lines(item, error, cause)), "raised": raised}
     return report
+
+
+def _leave_out_frames_without_lines(found: pytest.ExceptionInfo[BaseException]) -> None:
+    """Remove the traceback's frames without a line number, which end pytest with an internal error.
+
+    A timeout may interrupt an endless loop at an instruction that belongs to no line of its source.
+    """
+    found.traceback = found.traceback.filter(lambda entry: entry._rawentry.tb_lineno is not None)
 
 
 def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Generator[str]:

@@ -256,6 +256,19 @@ def test_an_error_is_a_tests_own_if_its_first_cause_was_raised_there(
     assert not plugin._raised_by_a_test(ValueError("never raised"))
 
 
+def test_frames_without_a_line_are_left_out_of_a_report() -> None:
+    def fail() -> None:
+        1 / 0  # noqa: B018
+
+    fail.__code__ = fail.__code__.replace(co_linetable=b"")
+    with pytest.raises(ZeroDivisionError) as found:
+        fail()
+    with pytest.raises(TypeError):
+        found.getrepr()
+    plugin._leave_out_frames_without_lines(found)
+    assert "ZeroDivisionError" in str(found.getrepr())
+
+
 # ---------------------------------------------------------------------- a learner's files
 
 PROGRAM = """
