@@ -193,7 +193,8 @@ class Front:
             query=request.scope["query_string"],
             headers=_headers_of(request),
             body=body,
-            named=request.state.named,
+            # Ray Serve's own proxy, which may stand in front, does not say whether the client chose the id.
+            named=getattr(request.state, "named", True),
             client=client_of(request.scope),
             keys=read_keys(path, body),
         )
