@@ -143,6 +143,7 @@ def test_a_server_in_a_process_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("phase", "says"),
     [
+        ("static", "error: --dtype"),
         ("4", "error: --dtype"),
         ("statik", "no phase 'statik'; there are phase4_static"),
     ],

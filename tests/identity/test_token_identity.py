@@ -62,18 +62,19 @@ def test_random_traffic(subject: Subject, variants: list[Variant], pytestconfig:
     The traffic is drawn by the seed of the tests' order, so the same command repeats it.
     """
     draw = random.Random(pytestconfig.getoption("order_seed") or 0)
-    arrivals = [
-        Arrival(
-            draw.randint(0, 30),
-            prompt_of(subject, draw.randint(1, draw.choice((20, 300))), seed=draw.randint(0, 5)),
-            greedy(draw.randint(1, 24)),
-        )
-        for _ in range(draw.randint(5, 10))
-    ]
-    seats = draw.randint(1, 4)
-    for variant in variants:
-        print(variant)  # the last one that is printed is the one that failed
-        check(subject, variant, arrivals, max_batch_size=seats)
+    for _ in range(3):
+        arrivals = [
+            Arrival(
+                draw.randint(0, 30),
+                prompt_of(subject, draw.randint(1, draw.choice((20, 300))), seed=draw.randint(0, 5)),
+                greedy(draw.randint(1, 24)),
+            )
+            for _ in range(draw.randint(5, 10))
+        ]
+        seats = draw.randint(1, 4)
+        for variant in variants:
+            print(variant)  # the last one that is printed is the one that failed
+            check(subject, variant, arrivals, max_batch_size=seats)
 
 
 @pairs()
