@@ -109,9 +109,16 @@ class Fronted:
             await asyncio.gather(stream, return_exceptions=True)
 
     async def ask(
-        self, prompt: str, *headers: tuple[bytes, bytes], begun: asyncio.Event | None = None
+        self,
+        prompt: str,
+        *headers: tuple[bytes, bytes],
+        begun: asyncio.Event | None = None,
+        by_serve: bool = False,
     ) -> int:
-        """Return the status of a request; `begun` is set when its answer begins."""
+        """Return the status of a request; `begun` is set when its answer begins.
+
+        `by_serve`: the request comes from Ray Serve's own proxy, which gives it no state.
+        """
         statuses: list[int] = []
         body = [{"type": "http.request", "body": orjson.dumps({"prompt": prompt}), "more_body": False}]
 
@@ -133,7 +140,8 @@ class Fronted:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), *headers],
         }
-        await RequestIds(self._front.guarded)(scope, receive, send)
+        app = self._front.guarded
+        await (app if by_serve else RequestIds(app))(scope, receive, send)
         return statuses[0]
 
 
@@ -209,3 +217,12 @@ async def test_a_replica_is_told_a_requests_id_and_whether_the_client_chose_it()
     assert (dict(chosen.headers)[b"x-request-id"], chosen.named) == (b"job-5", True)
     assert len(dict(made_up.headers)[b"x-request-id"]) == 32
     assert not made_up.named
+
+
+async def test_requests_of_ray_serves_own_proxy_are_answered() -> None:
+    replicas = Replicas()
+    front = Fronted(replicas)
+    await front.start()
+    assert await front.ask("Once", (b"x-request-id", b"from-serve"), by_serve=True) == 200
+    (forwarded,) = replicas.requests
+    assert dict(forwarded.headers)[b"x-request-id"] == b"from-serve"
