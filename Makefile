@@ -39,7 +39,7 @@ ARGS ?=
 MODEL ?=
 PIP_ARGS ?=
 
-# Tests and demo start hundreds of processes. Each starts half a second sooner if Python keeps the compiled modules.
+# Tests and demo start hundreds of processes. Each starts 0.3 s sooner if Python keeps the compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin

@@ -196,10 +196,10 @@ class StreamEnds:
     def write(self, error: ApiError) -> tuple[bytes, ...]:
         """Return the event that ends each choice with `error`, in order, and last the bytes that end the stream."""
         failed = StepOutput(
-            "",
-            None,
-            "",
-            0,
+            request_id="",
+            token_id=None,
+            text_delta="",
+            text_offset=0,
             finished=True,
             finish_reason=None,
             error=error,

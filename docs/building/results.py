@@ -33,13 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "assets" / "plots"
 
+SPEEDS = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
+
 HEADLINES = (
-    "output tokens / s",
-    "TTFT p50",
-    "TTFT p99",
-    "ITL p50",
-    "ITL p99",
-    "longest stall",
+    *SPEEDS,
     "SLO attainment",
     "mean batch",
     "wasted work",
@@ -51,12 +48,7 @@ HEADLINES = (
 VERDICT_RUNS = 3  # fewest runs of each server for a verdict
 
 SWEEP_LINES = (
-    "output tokens / s",
-    "TTFT p50",
-    "TTFT p99",
-    "ITL p50",
-    "ITL p99",
-    "longest stall",
+    *SPEEDS,
     "engine steps",
     "mean batch",
     "preemptions",
@@ -145,14 +137,10 @@ def peers_tables(results: Path = RESULTS) -> str:
 
 def machine_table(workload: str, folder: str, results: Path = RESULTS) -> str:
     """Return the table of the newest comparison of a workload in one machine's folder, a server in each row."""
-    found = [
-        each
-        for each in full_comparisons(results)
-        if (each.first.workload.name, each.folder) == (workload, folder)
-    ]
+    found = [each for each in chosen(workload, (), results) if each.folder == folder]
     if not found:
         return f"No comparison of `{workload}` has been measured on {folder} yet.\n"
-    return f"{setup_of(found[0])}\n\n{turned_table(found[0], SWEEP_LINES[:6])}"
+    return f"{setup_of(found[0])}\n\n{turned_table(found[0], SPEEDS)}"
 
 
 def chat_answers(results: Path = RESULTS) -> str:
