@@ -5,8 +5,8 @@ buckets for 24 seats     1   2   4   8   16   24
 a pass of 5 rows                     └── rows 0 1 2 3 4 and three copies of row 0; results 0 to 4 are returned
 ```
 
-All graphs of a pass write their results to one buffer, which has a row for each seat. So work that reads the
-results must be submitted before the next graph is launched.
+Graphs whose results have the same shapes write them to the same buffers, which have a row for each seat. So work that
+reads the results must be submitted before the next graph is launched.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Graphs:
         self._to_device = to_device
         self._captured: dict[tuple[Hashable, int], Captured] = {}
         self._inputs: dict[tuple[Hashable, int], list[Tensor]] = {}  # each graph's latest, on the host
-        self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # [largest size, ...] each
+        self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # by shapes; [largest size, ...] each
+        self._results_of: dict[Hashable, tuple[Tensor, ...]] = {}  # the same, by key
 
     def clear(self) -> None:
         """Forget all graphs and failures, so that each graph is captured again at its next use."""
@@ -103,6 +104,7 @@ class Graphs:
         self._captured.clear()
         self._inputs.clear()
         self._results.clear()
+        self._results_of.clear()
 
     def size_for(self, key: Hashable, rows: int) -> int | None:
         """Return the size of the smallest graph for `key` that has room for `rows` rows; None: no graph has."""
@@ -121,7 +123,7 @@ class Graphs:
             inputs: on the host, all with the same number of rows.
 
         Returns:
-            The function's results. Results of a graph are valid until the next run of the same key.
+            The function's results. Results of a graph are valid until the next run.
         """
         rows = len(inputs[0])
         size = self.size_for(key, rows)
@@ -134,7 +136,7 @@ class Graphs:
                 graph.set([*map(self._to_device, filled)])
                 self._inputs[key, size] = filled
             graph.replay()
-            return tuple(result[:rows] for result in self._results[key])
+            return tuple(result[:rows] for result in self._results_of[key])
         # Captured after a plain call: kernels must not be compiled during a capture.
         sent = [*map(self._to_device, filled)]
         results = function(*sent)
@@ -150,10 +152,12 @@ class Graphs:
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        if key not in self._results:
+        shapes = tuple((each.shape[1:], each.dtype) for each in results)
+        if shapes not in self._results:
             most = self.sizes[-1]
-            self._results[key] = tuple(each.new_empty(most, *each.shape[1:]) for each in results)
-        kept = [each[:size] for each in self._results[key]]
+            self._results[shapes] = tuple(each.new_empty(most, *each.shape[1:]) for each in results)
+        self._results_of[key] = self._results[shapes]
+        kept = [each[:size] for each in self._results[shapes]]
 
         def write_results(*inputs: Tensor) -> None:
             for buffer, result in zip(kept, function(*inputs), strict=True):

@@ -54,8 +54,10 @@ class PromptScores(NamedTuple):
 
     def forward(self, model: CausalLM, batch: TokenBatch, view: KVView) -> Tensor:
         """Run the pass and append to each request's `prompt_logprobs`. Returns the logits of `batch.logit_rows`."""
-        own = len(batch.logit_rows)
-        rows = torch.cat([batch.logit_rows, torch.tensor(self.rows, device=batch.logit_rows.device)])
+        sampled = batch.logit_rows
+        assert sampled is not None, "the rows that sample"
+        own = len(sampled)
+        rows = torch.cat([sampled, torch.tensor(self.rows, device=sampled.device)])
         states = model.states(dataclasses.replace(batch, logit_rows=rows), view)
         begin = own
         for request, columns in self.asked:

@@ -10,7 +10,7 @@ logits ─> biases ─> penalties ─> tokens not allowed now
 ```
 
 Top-k and top-p need sorted tokens. Of 100,000 tokens the first thousand are almost always enough, and finding them
-is ten times as fast as sorting all. On a GPU nothing is sorted: one kernel searches for the cut (`kernels.draw`).
+is ten times as fast as sorting all. On a GPU nothing is sorted: kernels search for the cut (`kernels.draw`).
 
 The same logits and seed give the same token on every device, alone or in any batch, unless the random number lies
 within rounding of the border between two tokens. The logits themselves differ by rounding, which depends on the
@@ -76,7 +76,7 @@ def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """
     scores = _adjust(logits, inputs)
     if use_triton(scores):
-        token_ids = draw_triton(scores, inputs.settings)
+        token_ids = draw_triton(scores, inputs.settings, ranked=inputs.ordered is not None)
     else:
         scores = scores.float()
         best, token_ids = scores.max(dim=-1)

@@ -364,9 +364,9 @@ class CudaStream(Stream):
     only, so it must not queue behind that copy.
 
     Kernels are launched from Python, some hundred a pass. Work that is submitted `by_row` (row i of a result needs
-    only row i of the inputs) is launched as one captured graph instead, if a graph has room for its rows. All
-    graphs with the same key write their results to the same tensors. So work that reads them must be submitted
-    before the next of these graphs is launched.
+    only row i of the inputs) is launched as one captured graph instead, if a graph has room for its rows. Graphs may
+    write their results to the same tensors. So work that reads them must be submitted before the next graph is
+    launched.
 
     Attributes:
         graphs: the captured graphs of work that is submitted `by_row`.

@@ -91,7 +91,8 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
 
 
 def capture(runner: Runner, graphs: Graphs) -> None:
-    """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first.
+    """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first: with and without
+    searches for top-k and top-p, which are launches of their own (`kernels.draw`).
 
     Each smaller graph then finds its scratch memory in the pool. Graphs that were captured before are replaced, and
     failed captures are tried again.
@@ -103,7 +104,8 @@ def capture(runner: Runner, graphs: Graphs) -> None:
     started_s, before = time.perf_counter(), torch.cuda.memory_reserved(runner.model.device)
     graphs.clear()
     for size in reversed(graphs.sizes):
-        _decode(runner, [SamplingParams(temperature=0.0)] * size, 1)
+        for params in SamplingParams(temperature=0.0), SamplingParams(top_p=0.9):
+            _decode(runner, [params] * size, 1)
     runner.pool.reset_prefix_cache()
     taken = torch.cuda.memory_reserved(runner.model.device) - before
     logger.info(

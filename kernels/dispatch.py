@@ -27,6 +27,8 @@ if INTERPRETED:
 
 Kernels = Literal["triton", "native", "torch"]
 
+_NOTHING_TO_SET = contextlib.nullcontext()
+
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether an operation on `tensor` (any shape) should launch its Triton kernel.
@@ -63,8 +65,9 @@ def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     """Return a context manager in which Triton launches on the GPU of `tensor` (any shape).
 
     Triton launches on the *current* device, whatever the device of its arguments: without the guard, work on
-    `cuda:1` would be launched on `cuda:0`. On the CPU (Triton's interpreter) there is nothing to set.
+    `cuda:1` would be launched on `cuda:0`. On the CPU (Triton's interpreter) there is nothing to set. Nor if the GPU
+    is the current device already, which saves several microseconds a launch.
     """
-    if tensor.is_cuda:
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _NOTHING_TO_SET

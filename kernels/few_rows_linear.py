@@ -195,6 +195,7 @@ class _Tile(NamedTuple):
     stages: int
 
 
+@functools.cache
 def _tile(rows: int, outputs: int, shared_bytes: int, *, gated: bool) -> _Tile:
     """Return a program's tile: the fastest on an NVIDIA H200, for most models.
 

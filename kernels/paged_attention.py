@@ -50,6 +50,7 @@ launch may be replayed while its sequences grow.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -411,6 +412,7 @@ class _Tile(NamedTuple):
     stages: int
 
 
+@functools.cache
 def _tile(group: int, head_dim: int, itemsize: int, decoding: tuple[int, int] | None) -> _Tile:
     """Return a program's tile. A query of one head is a row.
 

@@ -11,6 +11,8 @@ kernel reads a row once, keeps it in registers and writes it once. `fused_add_rm
 trip: the residual sum is written for the next layer and normalised while it is still in registers.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -283,6 +285,7 @@ def fused_add_rms_norm_triton(
     return normed, new_residual
 
 
+@functools.cache
 def _tile(hidden_size: int) -> tuple[int, int, int]:
     """Return the rows, columns and warps of one program: one wide row, or several narrow rows (heads of q)."""
     columns = triton.next_power_of_2(hidden_size)

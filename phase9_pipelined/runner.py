@@ -31,7 +31,7 @@ from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
 from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.sampling import Sampled, choose
-from common.sampling_inputs import SamplingInputs
+from common.sampling_inputs import SamplingInputs, is_ordered
 from common.scheduling import StepPlan
 from common.streams import Pending, Stream, open_stream
 from common.telemetry import Telemetry
@@ -161,11 +161,17 @@ class PipelinedRunner(ChunkedRunner):
         if changes:
             sent = move_together(changes, self.model.device)
             self.stream.submit("seats", self.seats.apply, sent, fetch=False)
-        return self.stream.submit(("forward", "decode"), self._decode, [seats], fetch=False, by_row=True)
+        ranked = any(is_ordered(share.request.params) for share in shares)
+        decode = functools.partial(self._decode, ranked=ranked)
+        return self.stream.submit(("forward", "decode", ranked), decode, [seats], fetch=False, by_row=True)
 
-    def _decode(self, seats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _decode(self, seats: Tensor, *, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Run the model on one token of each sequence, and draw the next ones. Everything that differs between two
         steps of the same sequences is on the device.
+
+        Args:
+            seats: [B] int64.
+            ranked: whether any sequence has top-k or top-p, which take more launches.
 
         Returns:
             The logits [B, vocab], the token ids [B] that the model has read, and the drawn ones [B].
@@ -173,10 +179,10 @@ class PipelinedRunner(ChunkedRunner):
         state = self.seats.state
         tables = self.pool.device_tables()
         rows = decode_rows_triton(seats, state.latest, state.positions, tables, self.pool.block_size)
-        every_row = torch.arange(len(seats), device=seats.device)
-        batch = TokenBatch(rows.token_ids, rows.positions, every_row)
+        batch = TokenBatch(rows.token_ids, rows.positions, None)
         logits = self.model(batch, self.pool.decode_view(rows))
-        return logits, rows.token_ids, draw_at_seats_triton(logits, state, seats, rows.positions)
+        drawn = draw_at_seats_triton(logits, state, seats, rows.positions, ranked=ranked)
+        return logits, rows.token_ids, drawn
 
     # ------------------------------------------------------------------ sampling
 

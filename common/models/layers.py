@@ -43,12 +43,12 @@ class TokenBatch:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, each token's place in its own sequence.
-        logit_rows: [S] int64, S >= 1: the rows that need logits.
+        logit_rows: [S] int64, S >= 1: the rows that need logits. None: all T rows.
     """
 
     token_ids: Tensor
     positions: Tensor
-    logit_rows: Tensor
+    logit_rows: Tensor | None
 
 
 class Linear(nn.Module):
@@ -332,8 +332,9 @@ class CausalLM(nn.Module, ABC):
             cos, sin = angles[table]
             hidden, residual = layer(hidden, residual, cos, sin, view)
         # Only rows that need logits reach the head: logits of a whole prompt are never computed.
-        rows = batch.logit_rows
-        hidden, _ = self.norm.add_and_norm(hidden[rows], residual[rows])
+        if batch.logit_rows is not None:
+            hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
+        hidden, _ = self.norm.add_and_norm(hidden, residual)
         return hidden
 
     def linear_layers(self) -> Iterator[Linear]:

@@ -36,7 +36,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 106
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 116
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -50,7 +50,10 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_merge_splits_kernel": 1,
         "_few_rows_linear_kernel": 4,  # up to 16 rows and up to 64; alone and gated
         "_decode_rows_kernel": 1,
-        "_draw_kernel": 3,  # greedy rows alone; with settings; by seat
+        "_best_kernel": 1,
+        "_search_kernel": 2,  # with settings; by seat
+        "_count_kernel": 4,  # each with and without searches
+        "_pick_kernel": 5,  # greedy rows alone, too
     }
 
 
@@ -98,7 +101,7 @@ def compiled(
 def compile_all() -> None:
     """Print "compiled" for every variant. The first variant that does not compile raises."""
     from kernels.decode_rows import _decode_rows_kernel
-    from kernels.draw import MOST_COLUMNS, _draw_kernel
+    from kernels.draw import MOST_COLUMNS, _best_kernel, _count_kernel, _pick_kernel, _search_kernel
     from kernels.few_rows_linear import _few_rows_linear_kernel
     from kernels.gated_act import _gated_act_kernel
     from kernels.rms_norm import _fused_add_rms_norm_kernel, _rms_norm_kernel
@@ -118,9 +121,15 @@ def compile_all() -> None:
     del writes["v_ptr"], writes["addresses_ptr"], writes["v_out_ptr"]
     norms = writes | {"has_norms": True}
     del norms["q_weight_ptr"], norms["k_weight_ptr"]
-    drawn = {"tile": MOST_COLUMNS}
+    types |= {"tops_ptr": "*fp32", "ids_ptr": "*i32"}
+    types |= dict.fromkeys(("states_ptr", "state_ptr", "sums_ptr"), "*i64")
+    drawn = {"part": MOST_COLUMNS, "most_parts": 64}
     few = {"tile_rows": 16, "tile_outputs": 32, "tile_inputs": 128}
-    no_seats = dict.fromkeys(("seats_ptr", "columns_ptr", "latest_ptr", "positions_ptr"))
+    by_row = {"by_seat": False, "seats_ptr": None}
+    no_seats = by_row | dict.fromkeys(("columns_ptr", "latest_ptr", "positions_ptr"))
+    unranked = {"searched": False, "state_ptr": None}
+    greedy = no_seats | unranked | {"has_settings": False, "settings_ptr": None, "sums_ptr": None}
+    search = {name: value for name, value in no_seats.items() if not name.startswith(("latest", "pos"))}
     variants = [
         (_rms_norm_kernel, tile),
         (_fused_add_rms_norm_kernel, tile),
@@ -133,9 +142,14 @@ def compile_all() -> None:
         (_few_rows_linear_kernel, few | {"activation": None}),
         (_few_rows_linear_kernel, few | {"activation": "silu", "bias_ptr": None}),
         (_decode_rows_kernel, {"tile": 128}),
-        (_draw_kernel, drawn | {"has_settings": True, "by_seat": True}),
-        (_draw_kernel, drawn | no_seats | {"has_settings": True, "by_seat": False}),
-        (_draw_kernel, drawn | no_seats | {"has_settings": False, "by_seat": False, "settings_ptr": None}),
+        (_best_kernel, {"part": MOST_COLUMNS}),
+        (_search_kernel, drawn | {"by_seat": True}),
+        (_search_kernel, drawn | search),
+        (_count_kernel, drawn | {"by_seat": True, "searched": True}),
+        (_count_kernel, drawn | by_row | unranked),
+        (_pick_kernel, drawn | {"by_seat": True, "searched": True, "has_settings": True}),
+        (_pick_kernel, drawn | no_seats | unranked | {"has_settings": True}),
+        (_pick_kernel, drawn | greedy),
     ]
     for kernel, constants in variants:
         for element in ("fp32", "bf16"):
@@ -268,11 +282,14 @@ def count_compilations() -> None:
         if tokens <= FEW_ROWS:
             few_rows_linear_triton(x, torch.ones(hidden, hidden))
             few_rows_gated_linear_triton(x, torch.ones(2 * hidden, hidden), "silu")
-        draw_triton(torch.ones(tokens, 5000), torch.ones(tokens, 5, dtype=torch.float64))
+        for ranked in (True, False):
+            given = torch.ones(tokens, 5, dtype=torch.float64)
+            draw_triton(torch.ones(tokens, 5000), given, ranked=ranked)
         draw_triton(torch.ones(tokens, 5000))
         seats = torch.zeros(tokens, dtype=torch.int64)
         state = SeatState(seats, seats, torch.zeros(tokens, 69, dtype=torch.float64))
-        draw_at_seats_triton(torch.ones(tokens, 5000), state, seats, seats)
+        for ranked in (True, False):
+            draw_at_seats_triton(torch.ones(tokens, 5000), state, seats, seats, ranked=ranked)
         for block_size in BLOCK_SIZES:
             tables = torch.zeros(tokens, block_size, dtype=torch.int32)
             decode_rows_triton(seats, seats, seats, tables, block_size)

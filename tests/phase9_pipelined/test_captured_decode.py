@@ -144,8 +144,8 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     requests = [add(engine, [5 + i, 6, 7], each) for i, each in enumerate(params)]
     decode, passes = runner._decode, iter(range(100))
 
-    def fails_once(seats: Tensor) -> tuple[Tensor, Tensor]:
-        results = decode(seats)
+    def fails_once(seats: Tensor, *, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
+        results = decode(seats, ranked=ranked)
         if next(passes) == 3:
             raise RuntimeError("the pass fails after it has moved lengths on")
         return results
