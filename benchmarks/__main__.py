@@ -69,8 +69,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--peer",
         action="append",
         default=[],
-        help="also measure: generate, vllm=FOLDER (the virtual environment that has it), or the URL of a server "
-        "that runs; may be repeated",
+        help="also measure: generate, vllm=FOLDER (the virtual environment that has it), llama-server=PROGRAM, or "
+        "the URL of a running server; may be repeated",
     )
     add(
         "--copy",

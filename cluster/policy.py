@@ -54,7 +54,7 @@ class Load:
 
     @property
     def value(self) -> float:
-        """The load as one number: 0 is idle, 1 a full batch, and each waiting batch adds 1."""
+        """The load as one number: 0 is idle, 1 a full batch or full KV memory, and each waiting batch adds 1."""
         return self.waiting / self.seats + max(self.active / self.seats, self.kv_use)
 
     def plus(self, requests: int) -> Load:

@@ -33,45 +33,45 @@ class EngineConfig(BaseModel):
     )
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto takes the sampling parameters of requests that name none (temperature, top_p, top_k, "
-        "min_p, repetition_penalty) from the checkpoint's generation_config.json, where it has them; none does not",
+        description="auto: the checkpoint's generation_config.json gives the defaults of temperature, top_p, "
+        "top_k, min_p and repetition_penalty; none: these are not used",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes a GPU where there is one"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="auto is the checkpoint's own where the device computes in it natively, else float32",
+        description="auto: the checkpoint's type if the device has instructions for it, else float32",
     )
     quantize: Literal["none", "int8"] = Field(
         default="none",
-        description="int8 halves the bytes of the weights, on a CPU: one factor for each output channel",
+        description="int8: weights of half the bytes, with a factor for each output; on a CPU only",
     )
     native_kernels: bool = Field(
         default=True,
-        description="on a CPU, C++ kernels, built at the first start; without them torch computes, more slowly",
+        description="compute on a CPU by C++ kernels, which are built at the first start; without them torch "
+        "computes, more slowly",
     )
     max_batch_size: int = Field(
         default=8,
         ge=1,
-        description=f"sequences computed together; default on a GPU: {GPU_SEATS}, or as many as fit",
+        description=f"most sequences computed together; default on a GPU: {GPU_SEATS}, or as many as fit",
     )
     max_seq_len: int | None = Field(
         default=None,
         ge=2,
-        description=f"prompt and new tokens of one request; default: the model's, at most {DEFAULT_MAX_SEQ_LEN}",
+        description="most prompt and new tokens of one request together; default: the model's limit, at most "
+        f"{DEFAULT_MAX_SEQ_LEN}",
     )
     max_waiting_requests: int = Field(
-        default=64, ge=1, description="requests that may queue before new ones are answered 503"
+        default=64, ge=1, description="most requests in the queue; further ones are answered 503"
     )
     request_timeout: float | None = Field(
         default=None,
         gt=0,
-        description="seconds from arrival to a request's last token; default: as long as it takes",
+        description="most seconds from a request's arrival to its last token; default: no limit",
     )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="what requests without a seed of their own draw from"
-    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed for requests that have none of their own")
 
     @field_validator("quantize", "generation_config", mode="before")
     @classmethod

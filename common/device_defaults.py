@@ -2,7 +2,7 @@
 
 | option | on a CPU | on a GPU |
 | --- | --- | --- |
-| `max_batch_size` | 8 | 256, or as many as fit |
+| `max_batch_size` | 8 | 256, or as many as fit; from phase 6 on, halved until the longest sequence fits |
 | `num_blocks` | 8 sequences at their longest | as many as fit into nine tenths of the free memory |
 | `prefill_chunk_size`, `prefill_token_budget` | 256 | the fewest tokens that saturate the GPU, measured |
 """

@@ -5,8 +5,8 @@ buckets for 24 seats     1   2   4   8   16   24
 a pass of 5 rows                     └── rows 0 1 2 3 4 and three copies of row 0; results 0 to 4 are returned
 ```
 
-Graphs whose results have the same shapes write them to the same buffers, which have a row for each seat. So work that
-reads the results must be submitted before the next graph is launched.
+Graphs whose results have the same shapes write them to the same buffers, which have a row for each seat. So work
+that reads the results must be submitted before the next graph is launched.
 """
 
 from __future__ import annotations

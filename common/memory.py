@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 #: Logits and the tensors of sampling: float32 copies, sorted indices (int64), float64 sums. Measured with every
 #: filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
-#: The same on a GPU with Triton, where a kernel draws without a sort (`kernels.draw`). With biases, penalties,
-#: masks and log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are just the
-#: logits, of 2 to 4 bytes.
+#: The same on a GPU with Triton, where kernels draw without a sort (`kernels.draw`). With biases, penalties, masks
+#: and log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are the logits, of 2
+#: to 4 bytes, and the sums of searches, of 60 KB a row.
 DRAWN_BYTES_PER_LOGIT = 24
 #: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
 #: 110 MB, whatever the pass.

@@ -364,8 +364,8 @@ class CudaStream(Stream):
     only, so it must not queue behind that copy.
 
     Kernels are launched from Python, some hundred a pass. Work that is submitted `by_row` (row i of a result needs
-    only row i of the inputs) is launched as one captured graph instead, if a graph has room for its rows. Graphs may
-    write their results to the same tensors. So work that reads them must be submitted before the next graph is
+    only row i of the inputs) is launched as one captured graph instead, if a graph has room for its rows. Graphs
+    may write their results to the same tensors. So work that reads them must be submitted before the next graph is
     launched.
 
     Attributes:

@@ -97,7 +97,7 @@ void multiply_by_amx(const c10::BFloat16* x, int64_t stride, int64_t inputs, flo
   }
 }
 
-// Returns whether this process may use tiles, and sums of a thousand products then have the library's bits. Tried once.
+// Returns whether this process may use tiles, and sums of 1,024 products then have the library's bits. Tried once.
 inline bool amx_has_librarys_bits() {
   constexpr int64_t kTried = 32;  // rows, and outputs
   static const bool same =

@@ -65,8 +65,8 @@ def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     """Return a context manager in which Triton launches on the GPU of `tensor` (any shape).
 
     Triton launches on the *current* device, whatever the device of its arguments: without the guard, work on
-    `cuda:1` would be launched on `cuda:0`. On the CPU (Triton's interpreter) there is nothing to set. Nor if the GPU
-    is the current device already, which saves several microseconds a launch.
+    `cuda:1` would be launched on `cuda:0`. On the CPU (Triton's interpreter) there is nothing to set. Nor if the
+    GPU is the current device already, which saves several microseconds a launch.
     """
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)

@@ -13,14 +13,14 @@ by reading alone:
 ```
 
 A distance is a non-negative float32, which orders like its bits. These bits, at most 31, are the token's *key*: 0
-for the best token. The first step of a search divides tokens into 512 ranges by their distance, because most tokens'
-keys begin with the same bits. The other four steps find 9, 9, 9 and 4 bits of the key. Tokens with the same score
-rank by their ids, as in a stable sort.
+for the best token. The first step of a search divides tokens into 512 ranges by their distance, because most
+tokens' keys begin with the same bits. The other four steps find 9, 9, 9 and 4 bits of the key. Tokens with the same
+score rank by their ids, as in a stable sort.
 
-**A step of a search is one launch.** One program looks at a part of a row, and adds the weights of its tokens to the
-row's 512 sums. The row's last program to finish chooses the range for the next step. There are three searches: for
-the end of top-k, for the end of top-p, and for the token at which the running sum passes the random number. They take
-15 launches, which a captured graph makes cheap. Rows without top-k and top-p need no search.
+**A step of a search is one launch.** One program looks at a part of a row, and adds the weights of its tokens to
+the row's 512 sums. The row's last program to finish chooses the range for the next step. There are three searches:
+for the end of top-k, for the end of top-p, and for the token at which the running sum passes the random number.
+They take 15 launches, which a captured graph makes cheap. Rows without top-k and top-p need no search.
 
 **Sums are exact.** Weights are rounded down to multiples of 2^-40, and added as integers. The order of such a sum
 does not matter, so programs may add in any order, and a row's result does not depend on other rows. A token whose
@@ -145,7 +145,7 @@ if HAS_TRITON:
         weights = tl.exp(tl.math.div_rn(below, tl.where(below > float("-inf"), temperature, 1.0)))
         return tl.where(weights >= floor, weights * _UNITS, 0.0).to(tl.int64)
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
     def _best_of(tops_ptr, row, parts, most_parts: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton has no types
         """Return a row's best score, and whether it has a token: no NaN, and something above minus infinity."""
         lanes = tl.arange(0, most_parts)
@@ -218,7 +218,10 @@ if HAS_TRITON:
             best, valid = _best_of(tops_ptr, row, parts, most_parts)
             end, kept = tl.load(state_ptr + _END).to(tl.int32), tl.load(state_ptr + _KEPT)
             end = tl.where(kept == 0, _FARTHEST + 1, end)  # no search before this one: all tokens are kept
-            first_range, low = tl.load(state_ptr + _RANGE).to(tl.int32), tl.load(state_ptr + _LOW).to(tl.int32)
+            first_range, low = (
+                tl.load(state_ptr + _RANGE).to(tl.int32),
+                tl.load(state_ptr + _LOW).to(tl.int32),
+            )
             floor = tl.where(search == 2, min_p, 0.0)
             sums_ptr += (step * rows + row) * (_RANGES + 1)
 
@@ -229,7 +232,9 @@ if HAS_TRITON:
             if tl.max(inside.to(tl.int32), axis=0) > 0:
                 values = tl.where(search == 0, 1, _weights(keys, temperature, floor))
                 values = tl.where(inside, values, 0)
-                if level == 0:  # most tokens may be in the last range, and additions to one number wait in line
+                if (
+                    level == 0
+                ):  # most tokens may be in the last range, and additions to one number wait in line
                     is_last = place == _RANGES - 1
                     tl.atomic_add(
                         sums_ptr + _RANGES - 1, tl.sum(tl.where(is_last, values, 0), axis=0), sem="relaxed"
@@ -278,7 +283,7 @@ if HAS_TRITON:
                 tl.store(state_ptr + _BEFORE, before)
                 tl.store(state_ptr + _GOAL, goal)
 
-    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    @triton.jit
     def _counted(  # type: ignore[no-untyped-def]  # Triton has no types
         row_ptr, columns, vocab, best, ranked, key, temperature, floor
     ):
@@ -384,7 +389,9 @@ if HAS_TRITON:
 
 
 def draw_triton(scores: Tensor, settings: Tensor | None = None, *, ranked: bool = True) -> Tensor:
-    """Draw a token from each row. The number of launches depends on `ranked` alone, and nothing waits for the device.
+    """Draw a token from each row. The number of launches depends on `ranked` and on whether there are settings.
+
+    Nothing here waits for the device.
 
     Args:
         scores: [S, vocab], any float type: after biases, penalties and masks. The best may be infinite, and others

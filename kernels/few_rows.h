@@ -53,7 +53,7 @@ std::vector<T> numbers_to_try(int64_t count, uint32_t state) {
   return numbers;
 }
 
-// Returns whether multiply(x, panel, sums) has the bits of the library's product, for a thousand inputs: x [rows, 1024]
+// Returns whether multiply(x, panel, sums) has the bits of the library's product, for 1,024 inputs: x [rows, 1024]
 // and panel [1024 / pair, outputs, pair] are T, sums [rows, outputs] float32. bfloat16 numbers come in pairs.
 template <typename T, int64_t rows, int64_t outputs, typename Multiply>
 bool has_librarys_bits_with(Multiply multiply) {
@@ -139,7 +139,7 @@ __attribute__((noinline)) void add_products(
     for (int64_t part = 0; part < parts; ++part) store(held[row][part], sums + row * sums_stride + part * kWide);
 }
 
-// Returns whether sums of a thousand float32 products have the library's bits, tried once.
+// Returns whether sums of 1,024 float32 products have the library's bits, tried once.
 inline bool has_librarys_bits(float) {
   constexpr int64_t kRows = 4, kOutputs = 2 * kWide;
   static const bool same = has_librarys_bits_with<float, kRows, kOutputs>(
@@ -161,7 +161,7 @@ inline __m512bh pair_in_all_lanes(const c10::BFloat16* from) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
 }
 
-// Returns whether sums of a thousand bfloat16 products have the library's bits, tried once.
+// Returns whether sums of 1,024 bfloat16 products have the library's bits, tried once.
 inline bool has_librarys_bits(c10::BFloat16) {
   constexpr int64_t kTried = 32;  // rows, and outputs
   static const bool same = has_librarys_bits_with<c10::BFloat16, kTried, kTried>(

@@ -3,7 +3,7 @@
 Sources are the `.cpp` files beside this module. The first process that needs them builds them, which takes a
 compiler and some seconds. The library is kept outside the tree, under a key of everything it depends on, and later
 processes only load it. Without a compiler, or after any other error, torch computes every operation: more slowly,
-with the same results.
+with results that differ by rounding.
 """
 
 from __future__ import annotations

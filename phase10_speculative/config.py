@@ -18,8 +18,8 @@ class Config(PipelinedConfig):
     draft_rows: int | None = Field(
         default=None,
         ge=1,
-        description="rows of a step up to which guesses are computed, whether or not they pay; default: guesses "
-        "are computed where they pay, by the time of a row and by how many came true so far",
+        description="most rows of a step with guesses, which are then computed whether or not they pay; default: "
+        "guesses are computed if the measured time of a row and the share of right guesses say that they pay",
     )
     draft_from_finished: bool = Field(
         default=False, description="also guess from the texts of finished requests with the same cache salt"

@@ -13,7 +13,7 @@ class Config(EngineConfig):
     max_prefill_pass_tokens: int = Field(
         default=8192,
         ge=1,
-        description="prompt tokens computed in one pass; a longer prompt has a pass of its own",
+        description="most prompt tokens computed in one pass; a longer prompt gets a pass of its own",
     )
 
     def max_pass_tokens(self) -> int:

@@ -20,14 +20,15 @@ class Config(ContinuousConfig):
     """
 
     kv_cache_backend: Literal["paged", "contiguous"] = Field(
-        default="paged", description="blocks, or phase 5's slots (which take no notice of the block options)"
+        default="paged",
+        description="paged: blocks; contiguous: phase 5's slots, which ignore the options of blocks",
     )
     block_size: int = Field(default=16, ge=1, description="tokens in a block of KV memory")
     num_blocks: int | None = Field(
         default=None,
         ge=1,
-        description="blocks in all; default: as many bytes as max_batch_size slots of max_seq_len; on a GPU, as "
-        "many as fit",
+        description="number of blocks; default: as much memory as max_batch_size slots of max_seq_len; on a GPU, "
+        "as many blocks as fit",
     )
 
     def for_gpu(self, fits: Callable[[Self], bool]) -> Self:

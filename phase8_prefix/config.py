@@ -12,7 +12,10 @@ from phase7_chunked.config import Config as ChunkedConfig
 class Config(ChunkedConfig):
     """Phase 7's options, and the switch for prefix caching."""
 
-    enable_prefix_caching: bool = Field(default=True, description="without it this phase is phase 7")
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="share computed blocks between requests; without it this phase works as phase 7",
+    )
 
     @model_validator(mode="after")
     def _refuse_to_share_slots(self) -> Self:

@@ -18,21 +18,23 @@ class Config(PrefixConfig):
         default=2,
         ge=0,
         le=2,
-        description="steps in flight: 2; or 1, whose tokens are read before the next are chosen; or 0, one by one",
+        description="most steps in flight; 1: the next pass is launched, but not sampled, before this step's "
+        "tokens are read; 0: each step ends before the next is launched",
     )
     prefill_mode: Literal["pipelined", "drained"] = Field(
         default="pipelined",
-        description="prompts are computed in steps that run ahead, or when nothing is in flight",
+        description="pipelined: steps with prompts run ahead like others; drained: they are launched when "
+        "nothing is in flight",
     )
     captured_steps: bool = Field(
         default=True,
-        description="play recorded passes where there are native kernels, launch graphs of decode steps on a GPU; "
-        "else call them from Python",
+        description="play recordings of passes (on a CPU with native kernels), or launch decode steps as CUDA "
+        "graphs; otherwise Python calls each operator",
     )
     pass_threads: int | None = Field(
         default=None,
         ge=1,
-        description="threads that share a recorded pass; default: all, or one less for few rows if that is as fast",
+        description="threads that compute a recorded pass; default: all; one less for few rows, if that is as fast",
     )
 
     def captured_sizes(self) -> Sequence[int]:

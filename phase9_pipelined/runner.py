@@ -143,6 +143,7 @@ class PipelinedRunner(ChunkedRunner):
                 batch = TokenBatch(torch.cat([self.latest[seats], token_ids]), positions, logit_rows)
                 return (self.model(batch, view),)
 
+            assert batch.logit_rows is not None, "the rows that sample"
             inputs = [layout.seats[:decoding], batch.token_ids[decoding:], batch.positions, batch.logit_rows]
             # Read by native kernels only:
             inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]

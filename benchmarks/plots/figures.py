@@ -164,9 +164,9 @@ def _stall_caption(group: Group) -> str:
         for server in group.servers
     ]
     return (
-        f"What one reader sees (request {watched}, the same everywhere), from its request on. Grey is the wait for "
-        "the first token; after it, every line is the wait for one more. "
-        f"Tall lines are stalls: the server did something else meanwhile. Longest: {', '.join(longest)}."
+        f"The waits of one client, from the moment of its request on (request {watched} in each panel). Grey is "
+        "the wait for the first token. Each line after that is the wait for one more token. "
+        f"In a tall line, the server computed something else meanwhile. Longest waits: {', '.join(longest)}."
     )
 
 
@@ -239,8 +239,9 @@ def _waste_caption(group: Group) -> str:
         if (metrics := server.typical.server_metrics)
     ]
     return (
-        "Of the tokens each step computed, the share nobody asked for: prompts padded to a rectangle (spikes) and "
-        f"rows that were done (slopes that climb until the batch ends). Over the whole run: {', '.join(wasted)}."
+        "Share of the tokens of each step that were computed for nothing: padding of prompts to a rectangle "
+        "(spikes), and rows of finished requests (slopes that climb until the batch ends). "
+        f"Over the whole run: {', '.join(wasted)}."
     )
 
 

@@ -173,8 +173,8 @@ _ELSEWHERE = {
     "/api/version": f"{_OLLAMA}; GET /version tells of this server",
     "/api/generate": f"{_OLLAMA}: POST /v1/completions",
     "/api/chat": f"{_OLLAMA}: POST /v1/chat/completions",
-    "/docs": "the routes are described in /openapi.json, and the page at / has a form to try them",
-    "/redoc": "the routes are described in /openapi.json, and the page at / has a form to try them",
+    "/docs": "the routes are described in /openapi.json, and the page at / has a form for chat",
+    "/redoc": "the routes are described in /openapi.json, and the page at / has a form for chat",
 }
 
 

@@ -37,57 +37,58 @@ class CommonOptions(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     served_model_name: Names = Field(
         default_factory=list,
-        description="what clients call the model, instead of the name it is loaded by; the first of several is "
-        "what answers call it",
+        description="name by which clients call the model, instead of the name it is loaded by; of several, "
+        "answers contain the first",
     )
     api_key: Names = Field(
         default_factory=list,
-        description="what clients must send as a bearer token, one of several; better set in the environment, "
-        "which other users of the machine do not see; without one, everybody is answered",
+        description="key that clients must send as a bearer token; of several, any; better set in the environment, "
+        "since other users of the machine see the command line; default: no key is needed",
     )
     cors_origin: Names = Field(
         default_factory=list,
-        description="whose pages a browser lets talk to this server, such as https://example.org; one of several, "
-        "* for all; without one, none but its own",
+        description="origin such as https://example.org whose pages may call this server from a browser; may be "
+        "given several times; *: all origins; default: only the server's own page",
     )
     allowed_host: Names = Field(
         default_factory=list,
-        description="name by which clients may call a server without a key, beside its addresses, localhost and "
-        "the machine's own; one of several, * for all",
+        description="host name by which clients may call a server without a key, besides its addresses, localhost "
+        "and the machine's name; may be given several times; *: all names",
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
-        description="how the model writes tool calls; auto: as its chat template says; none: tools are refused",
+        description="format in which the model writes tool calls; auto: found from its chat template; none: "
+        "requests with tools are refused",
     )
     reasoning_parser: ReasoningParser = Field(
         default="auto",
-        description="how the model marks its thoughts; auto: as its chat template says; none: they are part of "
-        "the answer",
+        description="format in which the model marks its thoughts; auto: found from its chat template; none: "
+        "thoughts are part of the answer",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="info has a line for each request"
+        default="info", description="least severe messages that are logged; info has a line for each request"
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="json: an object a line, with a request's numbers as fields"
+        default="text", description="json: each line is an object, with a request's numbers as fields"
     )
     body_timeout: float = Field(
         default=30.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds within which the head of a request must come, and then its body",
+        description="seconds within which a request's headers must arrive, and again its body",
     )
     step_timeout: float | None = Field(
         default=600.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds in one step after which /health is 503: the device hangs, and the server must be "
+        description="seconds after which a step counts as hung: /health then answers 503, so that the server is "
         "started again; none: never",
     )
     shutdown_timeout: float = Field(
         default=30.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="seconds that running requests get after SIGTERM",
+        description="seconds after SIGTERM within which running requests may end",
     )
 
     @field_validator("served_model_name", "api_key", "cors_origin", "allowed_host", mode="before")
@@ -100,12 +101,13 @@ class LimitOptions(BaseModel):
     """Limits of what clients may take."""
 
     max_connections: int = Field(
-        default=1024, ge=1, description="connections at a time; more are answered 503, or closed"
+        default=1024, ge=1, description="most open connections; further ones are answered 503, or closed"
     )
     max_connections_per_address: int | None = Field(
         default=None,
         ge=1,
-        description="connections at a time of one address; default: half of all. Loopback has no such bound",
+        description="most open connections of one address; default: half of --max-connections; loopback is not "
+        "limited",
     )
     keep_alive_timeout: float = Field(
         default=60.0,
@@ -117,13 +119,13 @@ class LimitOptions(BaseModel):
         default=60.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="seconds within which a client that is behind with its answer must take 48 KiB of it",
+        description="seconds within which a client must read 48 KiB of an answer, if more is waiting for it",
     )
     max_unread_bytes: int = Field(
-        default=4 * 2**20, ge=2**16, description="of one stream, what its client has not taken"
+        default=4 * 2**20, ge=2**16, description="most bytes of one stream that its client has not read"
     )
     max_total_unread_bytes: int = Field(
-        default=64 * 2**20, ge=2**16, description="of all answers together, what their clients have not taken"
+        default=64 * 2**20, ge=2**16, description="most bytes of all answers that their clients have not read"
     )
 
 
@@ -132,37 +134,39 @@ class ServerOptions(LimitOptions, CommonOptions):
 
     uds: Path | None = Field(
         default=None,
-        description="Unix socket to listen on, instead of an address; its file is made, and replaced",
+        description="path of a Unix socket to listen on instead of an address; an old socket there is replaced",
     )
     ssl_certfile: Path | None = Field(
-        default=None, description="certificate, and those it rests on, in PEM format: the server speaks HTTPS"
+        default=None,
+        description="PEM file with the certificate and its chain; with it the server speaks HTTPS",
     )
     ssl_keyfile: Path | None = Field(
-        default=None, description="private key of the certificate; default: it is in the same file"
+        default=None,
+        description="PEM file with the certificate's private key; default: the certificate's file",
     )
 
     root_path: str = Field(
         default="",
         pattern="^(/[^/?#]+)*$",
-        description="what a proxy puts before every path, such as /llm; it may take it away or leave it",
+        description="prefix such as /llm that a proxy adds to every path; paths with and without it are answered",
     )
     live_view: bool = Field(
-        default=True, description="the page at / shows the engine's steps as they come; GET /steps has them"
+        default=True, description="the page at / shows the engine's steps live; GET /steps streams them"
     )
     admin: bool = Field(
         default=False,
-        description="answer POST /pause and POST /resume, too, which act on everybody's requests; a server with "
-        "--api-key answers them anyway",
+        description="answer POST /pause and POST /resume, which act on the requests of all clients; a server with "
+        "--api-key always answers them",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="on: the engine runs in a process of its own, beside the one that speaks HTTP; auto: on where "
-        "more than two cores are free",
+        description="on: the engine has a process of its own, and another process speaks HTTP; auto: on if more "
+        "than two cores are free",
     )
     trace: Path | None = Field(
         default=None,
-        description="file for a trace of all requests and steps, written while the server runs; "
-        "what was in it is lost",
+        description="file for a trace of all requests and steps, written while the server runs; an old file is "
+        "overwritten",
     )
 
     @model_validator(mode="after")

@@ -228,7 +228,7 @@ def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         read_options(package, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "prompt tokens computed in a step; default: one chunk; none: no bound" in text
+    assert "most prompt tokens computed in a step; default: one chunk; none: no limit" in text
     assert "lambda" not in text
 
 

@@ -67,7 +67,12 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
         description="default: 128, or fewer if fewer fit; 0 computes only the prompt, for `echo` or "
         "`prompt_logprobs`",
     )
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="log-probabilities of each sampled token, and of so many of the likeliest tokens",
+    )
     best_of: int | None = Field(default=None, ge=1, description="must equal n, since every choice is sent")
 
     @property

@@ -98,16 +98,45 @@ class GenerationRequest(Body, VllmFields):
     temperature: float | None = Field(
         default=None, ge=0.0, description="0 is greedy; default: the model's, or 1"
     )
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="default: the model's, or 1")
-    top_k: int | None = Field(
-        default=None, ge=-1, lt=2**31, description="0 and -1: all tokens; default: the model's, or all tokens"
+    top_p: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="keep the likeliest tokens until their probabilities add up to this; default: the model's, "
+        "or 1",
     )
-    min_p: float | None = Field(default=None, ge=0.0, le=1.0, description="default: the model's, or 0")
-    repetition_penalty: float | None = Field(default=None, gt=0.0, description="default: the model's, or 1")
-    presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    top_k: int | None = Field(
+        default=None,
+        ge=-1,
+        lt=2**31,
+        description="keep so many of the likeliest tokens; 0 and -1: all; default: the model's, or all",
+    )
+    min_p: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="keep tokens with at least this share of the likeliest token's probability; default: the "
+        "model's, or 0",
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="logits of tokens in prompt or answer are divided by this if positive, else multiplied; "
+        "default: the model's, or 1",
+    )
+    presence_penalty: float | None = Field(
+        default=0.0, ge=-2.0, le=2.0, description="subtracted from the logits of tokens in the answer so far"
+    )
+    frequency_penalty: float | None = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        description="subtracted from a token's logit once for each time that the answer has it so far",
+    )
     stop: Stop | None = Field(default=None, description="at most 16 strings, left out of the text")
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    stop_token_ids: list[TokenId] | None = Field(
+        default=None, max_length=256, fail_fast=True, description="tokens that end the answer, like EOS"
+    )
     seed: int | None = Field(
         default=None, ge=-(2**63), lt=2**63, description="choice j of a prompt uses seed + j"
     )
@@ -115,7 +144,9 @@ class GenerationRequest(Body, VllmFields):
         default=None,
         description="default: JSON if Accept asks for application/json, else a stream; under `/openai/`, false",
     )
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(
+        default=None, description="what a stream reports besides text"
+    )
     n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
     ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
     min_tokens: int | None = Field(
