@@ -100,6 +100,20 @@ class SeatsPicture {
     if (frame.waiting[0] && (width > 7 * waiting.length + 2 || (fifth && !this.viewer.scale)))
       layer.letters("sv-tick", null, middle, below + 16, waiting);
     for (const number of frame.preempted ?? []) this.drawLoss(layer, number, index, x, width, top);
+    for (const [number] of frame.ended ?? []) this.drawEnd(layer, number, index, x, width, top);
+  }
+
+  /**
+   * A request has ended. With steps in flight, that is known only when the next step has been launched, without it.
+   * @param {Layer} layer @param {number} number @param {number} index @param {number} x @param {number} width
+   * @param {number} top
+   */
+  drawEnd(layer, number, index, x, width, top) {
+    const seatIn = i => this.trace.frames[i]?.running.find(row => row[0] === number)?.[1];
+    const here = seatIn(index), seat = here ?? seatIn(index - 1);
+    if (seat === undefined) return; /* it had no seat, or the frame before is forgotten */
+    const right = here === undefined ? x - EDGE : x + Math.max(width - EDGE, 1);
+    layer.box("sv-end", null, right - 3, top + seat * ROW + EDGE, 3, ROW - 2 * EDGE);
   }
 
   /**
@@ -136,7 +150,5 @@ class SeatsPicture {
       layer.letters(on, number, middle, y + 15.5, letter);
     if ((frame.found ?? []).some(each => each[0] === number))
       layer.others.push(`<path class="sv-found" d="M${px(x)} ${y + EDGE}h9l-9 9z"/>`);
-    if ((frame.ended ?? []).some(each => each[0] === number))
-      layer.box("sv-end", null, x + inner - 3, y + EDGE, 3, height);
   }
 }
