@@ -204,8 +204,10 @@ if HAS_TRITON:
     ):
         """Take a step of a row's searches. Program (i, p) adds part p of row i to the sums of this step.
 
-        The last program of a row to do so updates the row's state. Tokens are kept whose keys are below `end`, and
-        of those with the key `end` the first `kept`.
+        The last program of a row to do so updates the row's state. A search looks for the first token at which the
+        running sum, in order of rank, exceeds `goal`. It has found the range `first_range` and the upper bits of the
+        key, `low`. The tokens with smaller keys add up to `before`. Searches before it have kept the tokens with
+        keys below `end`, and of those with the key `end` the first `kept`.
         """
         row, part_id, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
         settings = settings_ptr + (tl.load(seats_ptr + row) if by_seat else row) * settings_stride
@@ -218,10 +220,8 @@ if HAS_TRITON:
             best, valid = _best_of(tops_ptr, row, parts, most_parts)
             end, kept = tl.load(state_ptr + _END).to(tl.int32), tl.load(state_ptr + _KEPT)
             end = tl.where(kept == 0, _FARTHEST + 1, end)  # no search before this one: all tokens are kept
-            first_range, low = (
-                tl.load(state_ptr + _RANGE).to(tl.int32),
-                tl.load(state_ptr + _LOW).to(tl.int32),
-            )
+            first_range = tl.load(state_ptr + _RANGE).to(tl.int32)
+            low = tl.load(state_ptr + _LOW).to(tl.int32)
             floor = tl.where(search == 2, min_p, 0.0)
             sums_ptr += (step * rows + row) * (_RANGES + 1)
 
@@ -232,9 +232,8 @@ if HAS_TRITON:
             if tl.max(inside.to(tl.int32), axis=0) > 0:
                 values = tl.where(search == 0, 1, _weights(keys, temperature, floor))
                 values = tl.where(inside, values, 0)
-                if (
-                    level == 0
-                ):  # most tokens may be in the last range, and additions to one number wait in line
+                # Additions to one number wait for each other, and most tokens may be in the last range.
+                if level == 0:
                     is_last = place == _RANGES - 1
                     tl.atomic_add(
                         sums_ptr + _RANGES - 1, tl.sum(tl.where(is_last, values, 0), axis=0), sem="relaxed"
