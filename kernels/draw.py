@@ -205,9 +205,9 @@ if HAS_TRITON:
         """Take a step of a row's searches. Program (i, p) adds part p of row i to the sums of this step.
 
         The last program of a row to do so updates the row's state. A search looks for the first token at which the
-        running sum, in order of rank, exceeds `goal`. It has found the range `first_range` and the upper bits of the
-        key, `low`. The tokens with smaller keys add up to `before`. Searches before it have kept the tokens with
-        keys below `end`, and of those with the key `end` the first `kept`.
+        running sum, in order of rank, exceeds `goal`. It has found the range `first_range` and the upper bits of
+        the key, `low`. The tokens with smaller keys add up to `before`. Searches before it have kept the tokens
+        with keys below `end`, and of those with the key `end` the first `kept`.
         """
         row, part_id, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
         settings = settings_ptr + (tl.load(seats_ptr + row) if by_seat else row) * settings_stride
