@@ -95,8 +95,7 @@ class Graphs:
         self._to_device = to_device
         self._captured: dict[tuple[Hashable, int], Captured] = {}
         self._inputs: dict[tuple[Hashable, int], list[Tensor]] = {}  # each graph's latest, on the host
-        self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # by shapes; [largest size, ...] each
-        self._results_of: dict[Hashable, tuple[Tensor, ...]] = {}  # the same, by key
+        self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # [largest size, ...] each
 
     def clear(self) -> None:
         """Forget all graphs and failures, so that each graph is captured again at its next use."""
@@ -104,7 +103,6 @@ class Graphs:
         self._captured.clear()
         self._inputs.clear()
         self._results.clear()
-        self._results_of.clear()
 
     def size_for(self, key: Hashable, rows: int) -> int | None:
         """Return the size of the smallest graph for `key` that has room for `rows` rows; None: no graph has."""
@@ -136,13 +134,22 @@ class Graphs:
                 graph.set([*map(self._to_device, filled)])
                 self._inputs[key, size] = filled
             graph.replay()
-            return tuple(result[:rows] for result in self._results_of[key])
+            return tuple(result[:rows] for result in self._results[key])
         # Captured after a plain call: kernels must not be compiled during a capture.
         sent = [*map(self._to_device, filled)]
         results = function(*sent)
         self._add(key, size, function, sent, results)
         self._inputs[key, size] = filled
         return tuple(result[:rows] for result in results)
+
+    def _buffers_for(self, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return buffers with a row for each seat: those of another key whose results have the same shapes and
+        types, or else new ones."""
+        fit = [(each.shape[1:], each.dtype) for each in results]
+        for buffers in self._results.values():
+            if [(each.shape[1:], each.dtype) for each in buffers] == fit:
+                return buffers
+        return tuple(each.new_empty(self.sizes[-1], *each.shape[1:]) for each in results)
 
     def _add(
         self,
@@ -152,12 +159,9 @@ class Graphs:
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> None:
-        shapes = tuple((each.shape[1:], each.dtype) for each in results)
-        if shapes not in self._results:
-            most = self.sizes[-1]
-            self._results[shapes] = tuple(each.new_empty(most, *each.shape[1:]) for each in results)
-        self._results_of[key] = self._results[shapes]
-        kept = [each[:size] for each in self._results[shapes]]
+        if key not in self._results:
+            self._results[key] = self._buffers_for(results)
+        kept = [each[:size] for each in self._results[key]]
 
         def write_results(*inputs: Tensor) -> None:
             for buffer, result in zip(kept, function(*inputs), strict=True):

@@ -91,11 +91,11 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
 
 
 def capture(runner: Runner, graphs: Graphs) -> None:
-    """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first: with and without
-    searches for top-k and top-p, which are launches of their own (`kernels.draw`).
+    """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first.
 
-    Each smaller graph then finds its scratch memory in the pool. Graphs that were captured before are replaced, and
-    failed captures are tried again.
+    Each is captured twice: searches for top-k and top-p are launches of their own (`kernels.draw`), which other
+    steps do without. Each smaller graph then finds its scratch memory in the pool. Graphs that were captured before
+    are replaced, and failed captures are tried again.
 
     Args:
         runner: with nothing in flight.

@@ -62,6 +62,8 @@ UNITS = 2**40
 RANGES = 512
 #: Searches of a row: for the end of top-k, for the end of top-p, and for the token. Steps of each.
 SEARCHES, STEPS = 3, 5
+#: Room for the numbers of a row's state between two steps.
+FIELDS = 8
 
 
 class SeatState(NamedTuple):
@@ -128,6 +130,7 @@ if HAS_TRITON:
     _STEPS, _RANGES = tl.constexpr(STEPS), tl.constexpr(RANGES)
     _FARTHEST = tl.constexpr(0x7F800000)  # the largest key, of an infinite distance
     _NO_ID = tl.constexpr(0x7FFFFFFF)
+    _FIELDS = tl.constexpr(FIELDS)
     # Entries of a row's state, all 0 at first.
     _END, _KEPT, _RANGE, _LOW, _BEFORE, _GOAL = (tl.constexpr(i) for i in range(6))
 
@@ -165,6 +168,16 @@ if HAS_TRITON:
         place = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(tops_ptr + place, tl.where(broken > 0, float("nan"), top))
         tl.store(ids_ptr + place, tl.min(tl.where(scores == top, columns, _NO_ID), axis=0))
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+    def _uniform_of(settings, columns_ptr, row, by_seat: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton has no types
+        """Return a row's random number: of a seat's, the one for the column of the row's token."""
+        if by_seat:
+            first = tl.load(settings + 4).to(tl.int64)
+            uniform = tl.load(settings + 5 + tl.load(columns_ptr + row) - first)
+        else:
+            uniform = tl.load(settings + 4)
+        return uniform
 
     @triton.jit
     def _range_of(keys):  # type: ignore[no-untyped-def]  # Triton has no types
@@ -216,7 +229,7 @@ if HAS_TRITON:
         search, level = step // _STEPS, step % _STEPS
         needed = (search == 2) | ((search == 1) & (top_p <= 1.0)) | ((search == 0) & (top_k < vocab))
         if (temperature > 0.0) & (top_k > 0.0) & needed:
-            state_ptr = states_ptr + row * 8
+            state_ptr = states_ptr + row * _FIELDS
             best, valid = _best_of(tops_ptr, row, parts, most_parts)
             end, kept = tl.load(state_ptr + _END).to(tl.int32), tl.load(state_ptr + _KEPT)
             end = tl.where(kept == 0, _FARTHEST + 1, end)  # no search before this one: all tokens are kept
@@ -257,11 +270,7 @@ if HAS_TRITON:
                     elif search == 1:
                         goal = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64) - 1
                     else:
-                        if by_seat:
-                            first = tl.load(settings + 4).to(tl.int64)
-                            uniform = tl.load(settings + 5 + tl.load(columns_ptr + row) - first)
-                        else:
-                            uniform = tl.load(settings + 4)
+                        uniform = _uniform_of(settings, columns_ptr, row, by_seat)
                         goal = (uniform * total.to(tl.float64)).to(tl.int64)
                     goal = tl.maximum(tl.minimum(goal, total - 1), 0)
                 passed = before + tl.cumsum(sums, 0) > goal
@@ -316,7 +325,7 @@ if HAS_TRITON:
             ranked = tl.load(settings + 1) > 0.0
             floor = tl.load(settings + 3).to(tl.float32)
             best, _ = _best_of(tops_ptr, row, parts, most_parts)
-            key = tl.load(state_ptr + row * 8 + _END).to(tl.int32) if searched else 0
+            key = tl.load(state_ptr + row * _FIELDS + _END).to(tl.int32) if searched else 0
             columns = part_id * part + tl.arange(0, part)
             row_ptr = scores_ptr + row * row_stride
             counted = _counted(row_ptr, columns, vocab, best, ranked, key, temperature, floor)
@@ -359,17 +368,13 @@ if HAS_TRITON:
             if valid & (temperature > 0.0):
                 ranked = tl.load(settings + 1) > 0.0
                 floor = tl.load(settings + 3).to(tl.float32)
-                if by_seat:
-                    first = tl.load(settings + 4).to(tl.int64)
-                    uniform = tl.load(settings + 5 + tl.load(columns_ptr + row) - first)
-                else:
-                    uniform = tl.load(settings + 4)
+                uniform = _uniform_of(settings, columns_ptr, row, by_seat)
                 sums = tl.load(sums_ptr + row * parts + lanes, mask=is_part, other=0)
                 total = tl.sum(sums, axis=0)
-                key = tl.load(state_ptr + row * 8 + _END).to(tl.int32) if searched else 0
+                key = tl.load(state_ptr + row * _FIELDS + _END).to(tl.int32) if searched else 0
                 goal = (uniform * total.to(tl.float64)).to(tl.int64)
                 if searched:
-                    goal = tl.where(ranked, tl.load(state_ptr + row * 8 + _KEPT) - 1, goal)
+                    goal = tl.where(ranked, tl.load(state_ptr + row * _FIELDS + _KEPT) - 1, goal)
                 goal = tl.minimum(goal, total - 1)
                 ends = tl.cumsum(sums, 0)
                 chosen = tl.min(tl.where(ends > goal, lanes, most_parts - 1), axis=0)
@@ -454,8 +459,8 @@ def _launch(
         if searched:
             steps = SEARCHES * STEPS
             # Of each step: a row's sums, and how many programs have added to them.
-            zeros = torch.zeros(count, 8 + steps * (RANGES + 1), dtype=torch.int64, device=scores.device)
-            states, range_sums = zeros.view(-1)[: 8 * count], zeros.view(-1)[8 * count :]
+            zeros = torch.zeros(count, FIELDS + steps * (RANGES + 1), dtype=torch.int64, device=scores.device)
+            states, range_sums = zeros.view(-1)[: FIELDS * count], zeros.view(-1)[FIELDS * count :]
             for step in range(steps):
                 _search_kernel[(count, parts)](
                     scores,

@@ -162,7 +162,8 @@ class PipelinedRunner(ChunkedRunner):
         if changes:
             sent = move_together(changes, self.model.device)
             self.stream.submit("seats", self.seats.apply, sent, fetch=False)
-        ranked = any(is_ordered(share.request.params) for share in shares)
+        params = [share.request.params for share in shares]
+        ranked = any(is_ordered(each) and not each.greedy for each in params)
         decode = functools.partial(self._decode, ranked=ranked)
         return self.stream.submit(("forward", "decode", ranked), decode, [seats], fetch=False, by_row=True)
 

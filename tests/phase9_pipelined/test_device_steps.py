@@ -147,7 +147,9 @@ def test_launches_and_memory_of_sampling(
     ("name", "expected"), [("llama-3.2-1b", 156), ("qwen3-0.6b", 264), ("gemma-3-1b", 301)]
 )
 @pytest.mark.parametrize(
-    ("fields", "searches"), [({"temperature": 0.0}, 0), ({"top_k": 50, "top_p": 0.9}, 16)], ids=str
+    ("fields", "searches"),
+    [({"temperature": 0.0, "top_p": 0.9}, 0), ({"temperature": 0.0}, 0), ({"top_k": 50, "top_p": 0.9}, 16)],
+    ids=str,
 )
 def test_launches_of_a_decode_step(
     name: str, expected: int, fields: dict[str, Any], searches: int, monkeypatch: pytest.MonkeyPatch

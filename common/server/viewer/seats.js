@@ -103,14 +103,18 @@ class SeatsPicture {
     for (const [number] of frame.ended ?? []) this.drawEnd(layer, number, index, x, width, top);
   }
 
+  /** @param {number} number @param {number} index of a frame @returns {number | undefined} the request's seat */
+  seatOf(number, index) {
+    return this.trace.frames[index]?.running.find(row => row[0] === number)?.[1];
+  }
+
   /**
    * A request has ended. With steps in flight, that is known only when the next step has been launched, without it.
    * @param {Layer} layer @param {number} number @param {number} index @param {number} x @param {number} width
    * @param {number} top
    */
   drawEnd(layer, number, index, x, width, top) {
-    const seatIn = i => this.trace.frames[i]?.running.find(row => row[0] === number)?.[1];
-    const here = seatIn(index), seat = here ?? seatIn(index - 1);
+    const here = this.seatOf(number, index), seat = here ?? this.seatOf(number, index - 1);
     if (seat === undefined) return; /* it had no seat, or the frame before is forgotten */
     const right = here === undefined ? x - EDGE : x + Math.max(width - EDGE, 1);
     layer.box("sv-end", null, right - 3, top + seat * ROW + EDGE, 3, ROW - 2 * EDGE);
@@ -122,7 +126,7 @@ class SeatsPicture {
    * @param {number} top
    */
   drawLoss(layer, number, index, x, width, top) {
-    const seat = this.trace.frames[index - 1]?.running.find(row => row[0] === number)?.[1];
+    const seat = this.seatOf(number, index - 1);
     if (seat === undefined) return; /* the frame before is forgotten */
     const y = top + seat * ROW, taken = this.trace.frames[index].running.some(row => row[1] === seat);
     layer.box("sv-loss", null, x - EDGE - 2, y + EDGE, 3, ROW - 2 * EDGE);
