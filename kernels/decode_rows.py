@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import HAS_TRITON, device_guard
+from kernels.overlap import early_launch
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kernels.overlap import wait_for_inputs
 
 #: Rows that a program reads.
 TILE = 128
@@ -70,8 +73,10 @@ if HAS_TRITON:
         block_size,
         table_stride,
         tile: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program i reads a tile of rows."""
+        wait_for_inputs(early)
         rows = tl.program_id(0) * tile + tl.arange(0, tile)
         mask = rows < count
         seats = tl.load(seats_ptr + rows, mask=mask, other=0)
@@ -104,6 +109,15 @@ def decode_rows_triton(
     rows = DecodeRows(token_ids, columns, addresses, tiles)
     with device_guard(seats):
         _decode_rows_kernel[(triton.cdiv(count, TILE),)](
-            seats, latest, positions, tables, *rows, count, block_size, tables.stride(0), tile=TILE
+            seats,
+            latest,
+            positions,
+            tables,
+            *rows,
+            count,
+            block_size,
+            tables.stride(0),
+            tile=TILE,
+            **early_launch(seats),
         )
     return rows

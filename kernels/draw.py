@@ -40,10 +40,13 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import HAS_TRITON, device_guard
+from kernels.overlap import early_launch
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kernels.overlap import wait_for_inputs
 
 #: The token id of a row that has no token.
 NOT_A_TOKEN = -1
@@ -157,8 +160,11 @@ if HAS_TRITON:
         return best, (tl.max((tops != tops).to(tl.int32), axis=0) == 0) & (best > float("-inf"))
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-    def _best_kernel(scores_ptr, tops_ptr, ids_ptr, row_stride, vocab, part: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton has no types
+    def _best_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
+        scores_ptr, tops_ptr, ids_ptr, row_stride, vocab, part: tl.constexpr, early: tl.constexpr
+    ):
         """Program (i, p) finds the best score in part p of row i, NaN if any score is, and its first token."""
+        wait_for_inputs(early)
         row = tl.program_id(0).to(tl.int64)  # 64-bit: row * stride passes 2^31
         columns = tl.program_id(1) * part + tl.arange(0, part)
         scores = tl.load(scores_ptr + row * row_stride + columns, mask=columns < vocab, other=float("-inf"))
@@ -214,6 +220,7 @@ if HAS_TRITON:
         by_seat: tl.constexpr,
         part: tl.constexpr,
         most_parts: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Take a step of a row's searches. Program (i, p) adds part p of row i to the sums of this step.
 
@@ -222,6 +229,7 @@ if HAS_TRITON:
         the key, `low`. The tokens with smaller keys add up to `before`. Searches before it have kept the tokens
         with keys below `end`, and of those with the key `end` the first `kept`.
         """
+        wait_for_inputs(early)
         row, part_id, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
         settings = settings_ptr + (tl.load(seats_ptr + row) if by_seat else row) * settings_stride
         temperature, top_k = tl.load(settings).to(tl.float32), tl.load(settings + 1)
@@ -316,8 +324,10 @@ if HAS_TRITON:
         searched: tl.constexpr,
         part: tl.constexpr,
         most_parts: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program (i, p) writes the sum of `_counted` over part p of row i."""
+        wait_for_inputs(early)
         row, part_id, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
         settings = settings_ptr + (tl.load(seats_ptr + row) if by_seat else row) * settings_stride
         temperature = tl.load(settings).to(tl.float32)
@@ -353,8 +363,10 @@ if HAS_TRITON:
         searched: tl.constexpr,
         part: tl.constexpr,
         most_parts: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program i writes the token of row i. With `by_seat`, it also moves the row's seat on by a token."""
+        wait_for_inputs(early)
         row = tl.program_id(0).to(tl.int64)
         lanes = tl.arange(0, most_parts)
         is_part = lanes < parts
@@ -448,14 +460,15 @@ def _launch(
     settings_stride = 0 if settings is None else settings.stride(0)
     part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(vocab)))
     parts = triton.cdiv(vocab, part)
-    sizes = {"part": part, "most_parts": triton.next_power_of_2(parts)}
+    early = early_launch(scores)
+    sizes = {"part": part, "most_parts": triton.next_power_of_2(parts), **early}
     searched = settings is not None and ranked
     tops = torch.empty(count, parts, dtype=torch.float32, device=scores.device)
     ids = torch.empty(count, parts, dtype=torch.int32, device=scores.device)
     sums = torch.empty(count, parts, dtype=torch.int64, device=scores.device)
     states: Tensor | None = None
     with device_guard(scores):
-        _best_kernel[(count, parts)](scores, tops, ids, scores.stride(0), vocab, part=part)
+        _best_kernel[(count, parts)](scores, tops, ids, scores.stride(0), vocab, part=part, **early)
         if searched:
             steps = SEARCHES * STEPS
             # Of each step: a row's sums, and how many programs have added to them.

@@ -30,12 +30,14 @@ from torch import Tensor
 
 from kernels.dispatch import HAS_TRITON, device_guard
 from kernels.gated_act import gated_act
+from kernels.overlap import early_launch
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
     from kernels.gated_act import gate_up_product
+    from kernels.overlap import wait_for_inputs
 
 #: The most rows that this module's kernel computes. cuBLAS computes more.
 FEW_ROWS = 64
@@ -107,9 +109,11 @@ if HAS_TRITON:
         tile_rows: tl.constexpr,
         tile_outputs: tl.constexpr,
         tile_inputs: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program i computes a tile of outputs for all rows. With an activation, it computes a tile of gates and
         the tile of their ups, which are `outputs` rows further down in the weight."""
+        wait_for_inputs(early)
         rows = tl.arange(0, tile_rows)
         # 64-bit, because output * inputs passes 2^31 in the head of a large model.
         columns = tl.program_id(0).to(tl.int64) * tile_outputs + tl.arange(0, tile_outputs)
@@ -179,6 +183,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activa
             tile_inputs=tile.inputs,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **early_launch(x),
             enable_fp_fusion=False,
         )
     return out

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import HAS_TRITON, device_guard, use_native, use_triton
+from kernels.overlap import early_launch
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kernels.overlap import wait_for_inputs
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -83,9 +86,16 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
     def _gated_act_kernel(  # type: ignore[no-untyped-def]  # Triton has no types
-        gate_up_ptr, out_ptr, row_stride, size, activation: tl.constexpr, tile: tl.constexpr
+        gate_up_ptr,
+        out_ptr,
+        row_stride,
+        size,
+        activation: tl.constexpr,
+        tile: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program (t, i) computes columns i * tile, … of row t. `size` is F."""
+        wait_for_inputs(early)
         # 64-bit, because row * stride passes 2^31 in a long prefill.
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -115,6 +125,7 @@ def gated_act_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
             activation=activation,
             tile=tile,
             num_warps=4,
+            **early_launch(gate_up),
             enable_fp_fusion=False,  # or `kernels.few_rows_linear` could round differently
         )
     return out

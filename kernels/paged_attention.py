@@ -59,10 +59,13 @@ from torch import Tensor
 
 from kernels.attention_layout import PagedIndices
 from kernels.dispatch import HAS_TRITON, device_guard
+from kernels.overlap import early_launch
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kernels.overlap import wait_for_inputs
 
 #: A window that hides nothing: `position - NO_WINDOW` is negative for any position, and still an int32.
 NO_WINDOW = 2**31 - 1
@@ -176,9 +179,11 @@ if HAS_TRITON:
         tile_columns: tl.constexpr,
         tile_dim: tl.constexpr,
         decodes: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program (i, h, z) computes tile i for the query heads that share KV head h: all its splits, or, if the
         tile is split, the splits z, z + programs, … of them."""
+        wait_for_inputs(early)
         # 64-bit, because block * stride passes 2^31 in any store of more than 4 GB.
         tile = tiles_ptr + 3 * tl.program_id(0)
         sequence = tl.load(tile).to(tl.int64)
@@ -268,8 +273,10 @@ if HAS_TRITON:
         head_dim: tl.constexpr,
         split_columns: tl.constexpr,
         tile_dim: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program (t, h) merges the splits of query head h of row t, in order."""
+        wait_for_inputs(early)
         row = tl.program_id(0).to(tl.int64)
         place = row * tl.num_programs(1) + tl.program_id(1)
         position = tl.load(positions_ptr + row).to(tl.int32)
@@ -371,6 +378,7 @@ def paged_attention_triton(
             decodes=decodes,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **early_launch(q),
             enable_fp_fusion=False,  # or the two kernels could round a merge differently
         )
         if split_rows:
@@ -386,6 +394,7 @@ def paged_attention_triton(
                 split_columns=SPLIT_COLUMNS,
                 tile_dim=tile.dims,
                 num_warps=1,
+                **early_launch(q),
                 enable_fp_fusion=False,
             )
     return out

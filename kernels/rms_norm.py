@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from kernels.dispatch import HAS_TRITON, device_guard, use_native, use_triton
+from kernels.overlap import early_launch
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kernels.overlap import wait_for_inputs
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -174,8 +177,10 @@ if HAS_TRITON:
         offset,
         tile_rows: tl.constexpr,
         tile_columns: tl.constexpr,
+        early: tl.constexpr,
     ):
         """One program normalises `tile_rows` rows. Row r of x is row r % rows_per_group of its group."""
+        wait_for_inputs(early)
         # 64-bit, because row * stride passes 2^31 in a long prefill (a million rows of 2,048 columns do).
         rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
         columns = tl.arange(0, tile_columns)
@@ -205,8 +210,10 @@ if HAS_TRITON:
         offset,
         tile_rows: tl.constexpr,
         tile_columns: tl.constexpr,
+        early: tl.constexpr,
     ):
         """One program adds and normalises `tile_rows` whole rows."""
+        wait_for_inputs(early)
         rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
         columns = tl.arange(0, tile_columns)
         column_mask = columns < hidden_size
@@ -250,6 +257,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
             tile_rows=tile_rows,
             tile_columns=tile_columns,
             num_warps=num_warps,
+            **early_launch(x),
         )
     return out
 
@@ -281,6 +289,7 @@ def fused_add_rms_norm_triton(
             tile_rows=tile_rows,
             tile_columns=tile_columns,
             num_warps=num_warps,
+            **early_launch(x),
         )
     return normed, new_residual
 

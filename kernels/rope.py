@@ -21,11 +21,14 @@ from typing import NamedTuple
 import torch
 
 from kernels.dispatch import HAS_TRITON, device_guard, use_native, use_triton
+from kernels.overlap import early_launch
 from kernels.rms_norm import rms_norm_reference
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kernels.overlap import wait_for_inputs
 
 
 class HeadNorms(NamedTuple):
@@ -230,9 +233,11 @@ if HAS_TRITON:
         has_positions: tl.constexpr,
         tile_heads: tl.constexpr,
         tile_half: tl.constexpr,
+        early: tl.constexpr,
     ):
         """Program (t, i) rotates the heads in tile i of token t. The tiles of q come first, then those of k, then
         those of v, which are only copied to the store. v has the strides of k."""
+        wait_for_inputs(early)
         # 64-bit, because token * stride passes 2^31 in a long prefill.
         token = tl.program_id(0).to(tl.int64)
         row = tl.load(positions_ptr + token).to(tl.int64) if has_positions else token
@@ -395,4 +400,5 @@ def _launch(
             tile_heads=tile_heads,
             tile_half=triton.next_power_of_2(half),
             num_warps=2,
+            **early_launch(q),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +176,7 @@ class KernelCounter:
 
     Attributes:
         launches: the number of kernels and copies; 0 without a GPU, or if the profiler sees no work of the GPU.
-        seconds: the sum of their durations.
+        seconds: the time in which at least one of them ran. They may overlap (`kernels.overlap`).
     """
 
     def __init__(self) -> None:
@@ -193,10 +193,18 @@ class KernelCounter:
             torch.cuda.synchronize()
             self._profile.stop()
             events: Any = self._profile.events()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            for event in events:
-                if event.device_type.name == "CUDA":
-                    self.launches += 1
-                    self.seconds += event.time_range.elapsed_us() / 1e6
+            ranges = [event.time_range for event in events if event.device_type.name == "CUDA"]
+            self.launches += len(ranges)
+            self.seconds += covered((each.start, each.end) for each in ranges) / 1e6
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, each with its start and end."""
+    length, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
 def free_unused() -> None:

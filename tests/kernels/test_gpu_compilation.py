@@ -66,10 +66,10 @@ def compiled(
     aligned: Callable[[str], bool] = lambda name: False,
     **options: Any,
 ) -> Any:
-    """Compile a kernel for a GPU, and print so.
+    """Compile a kernel for a GPU, and print so. If the GPU can start it early, check that it waits first.
 
     Args:
-        constants: arguments that the compiler knows.
+        constants: arguments that the compiler knows, without `early`.
         element: type that pointers point to. Other arguments are int32.
         capability: of the GPU; 90 is a compute capability of 9.0.
         types: of the arguments that have another one.
@@ -80,6 +80,10 @@ def compiled(
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
+    early = capability >= 90
+    constants = constants | {"early": early}
+    if early:
+        options["launch_pdl"] = True
     signature = {
         name: "constexpr"
         if name in constants
@@ -94,6 +98,9 @@ def compiled(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     result = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert "cubin" in result.asm
+    first = re.search(TOUCHES_MEMORY, result.asm["ptx"])
+    assert first is not None
+    assert (first[0] == "griddepcontrol.wait") == early, (kernel.__name__, first)
     print("compiled", kernel.__name__, constants, element, capability)
     return result
 
@@ -152,11 +159,14 @@ def compile_all() -> None:
         (_pick_kernel, drawn | greedy),
     ]
     for kernel, constants in variants:
-        for element in ("fp32", "bf16"):
-            compiled(kernel, constants, element, 80, types)
+        for element, capability in (("fp32", 80), ("bf16", 90)):
+            compiled(kernel, constants, element, capability, types)
     compile_few_rows()
     compile_paged_attention()
 
+
+# The wait for the kernel before, and all that reads or writes memory which that kernel may write or read.
+TOUCHES_MEMORY = r"griddepcontrol\.wait|\b(ld|st|atom|red)\.(?!param|shared)\S*|\bcp\.async\S*"
 
 ROW_STRIDES = ("q_stride", "q_head_stride", "block_stride", "column_stride", "kv_head_stride")
 

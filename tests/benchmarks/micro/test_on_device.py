@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.micro import on_device
-from benchmarks.micro.on_device import Loaded, decode
+from benchmarks.micro.on_device import Loaded, covered, decode
 from common.scheduling import StepPlan
 
 
@@ -31,3 +31,8 @@ def test_no_timed_step_launches_a_pass_of_fewer_sequences(
     found = decode(engine, [[5 + n] * 16 for n in range(4)], 24)
     assert len(found.seconds) > 8
     assert set(found.seconds) == {1.0}
+
+
+def test_time_in_which_kernels_overlap_counts_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+    assert covered([]) == 0

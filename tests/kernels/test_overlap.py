@@ -1,0 +1,53 @@
+"""Kernels that start early: which GPUs start them so, and that each kernel waits before it does anything else."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import overlap
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    overlap._early_launch.cache_clear()
+    yield
+    overlap._early_launch.cache_clear()
+
+
+class OnGPU:
+    device = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "options"),
+    [
+        ((8, 9), None, {"early": False}),
+        ((9, 0), None, {"early": True, "launch_pdl": True}),
+        ((12, 0), None, {"early": True, "launch_pdl": True}),
+        ((9, 4), "6.3", {"early": False}),  # AMD's compiler has no such option
+    ],
+)
+def test_the_gpus_that_start_kernels_early(monkeypatch, capability, hip, options):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert overlap.early_launch(OnGPU()) == options
+
+
+def test_a_cpu_does_not():
+    assert overlap.early_launch(torch.ones(1)) == {"early": False}
+
+
+def test_each_kernel_first_waits_for_the_kernel_before():
+    """Every kernel may be the one after a kernel that is still running."""
+    kernels = [
+        node
+        for file in Path(overlap.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list
+    ]
+    assert len(kernels) == 12
+    for kernel in kernels:
+        _, first, *_ = kernel.body  # after the docstring
+        assert ast.unparse(first) == "wait_for_inputs(early)", kernel.name
