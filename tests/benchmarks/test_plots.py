@@ -63,10 +63,12 @@ def test_every_figure_is_drawn_light_and_dark(drawn: dict[str, bytes]) -> None:
         assert drawn[f"{stem}-light.svg"] != drawn[f"{stem}-dark.svg"]
 
 
+@pytest.mark.slow
 def test_the_same_results_give_the_same_bytes(results: Path, drawn: dict[str, bytes]) -> None:
     assert redraw(results) == drawn
 
 
+@pytest.mark.slow
 def test_other_results_give_other_figures(results: Path, drawn: dict[str, bytes]) -> None:
     """Requests and steps are changed so that every figure changes."""
     run = make_run("phase 5", 5, gap_s=0.03)

@@ -167,9 +167,25 @@ def test_every_row_of_any_batch_against_the_oracle(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10, deadline=None)  # the interpreter is slow
 @any_batch
 def test_a_gpus_kernel_against_the_oracle(
+    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
+) -> None:
+    check_the_kernel(rows, seed, spread, endless)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@settings(max_examples=50, deadline=None)
+@any_batch
+def test_a_gpus_kernel_against_the_oracle_in_more_batches(
+    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
+) -> None:
+    check_the_kernel(rows, seed, spread, endless)
+
+
+def check_the_kernel(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
     """The kernel, which does not sort, runs in Triton's interpreter."""

@@ -16,6 +16,7 @@ from common.request import SamplingParams
 from tests.engine_helpers import Variant
 from tests.identity.support import (
     LOGIT_BOUND,
+    MASKED,
     MODELS,
     PLAIN,
     Arrival,
@@ -38,14 +39,14 @@ def test_an_early_token_changes_the_logits(subject: Subject) -> None:
     assert (first - second).abs().max() > 1e-2
 
 
-@pairs()
+@pairs(variants=PLAIN)
 def test_mixed_lengths_in_one_batch(subject: Subject, variant: Variant) -> None:
     """Padding must not shift positions. The prompt of 200 is longer than Gemma's windows (16), that of 3 is not."""
     arrivals = [Arrival(0, prompt_of(subject, n, seed=n), greedy(24)) for n in (3, 7, 200, 1, 16, 17, 64)]
     check(subject, variant, arrivals, max_batch_size=8)
 
 
-@pairs([name for name in MODELS if not name.startswith("random:")])
+@pairs([name for name in MODELS if not name.startswith("random:")], MASKED)
 def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -> None:
     texts = ["Once upon a time", "The fox", "user: Tell me a story about a cat.", "Where is the"]
     arrivals = [
@@ -61,8 +62,19 @@ def test_random_traffic(subject: Subject, variants: list[Variant], pytestconfig:
 
     The traffic is drawn by the seed of the tests' order, so the same command repeats it.
     """
-    draw = random.Random(pytestconfig.getoption("order_seed") or 0)
-    for _ in range(3):
+    assert_random_traffic(subject, variants, random.Random(pytestconfig.getoption("order_seed") or 0))
+
+
+@pytest.mark.slow
+@per_model()
+def test_more_random_traffic(subject: Subject, variants: list[Variant], pytestconfig: pytest.Config) -> None:
+    assert_random_traffic(subject, variants, random.Random(pytestconfig.getoption("order_seed") or 1), 3)
+
+
+def assert_random_traffic(
+    subject: Subject, variants: list[Variant], draw: random.Random, times: int = 1
+) -> None:
+    for _ in range(times):
         arrivals = [
             Arrival(
                 draw.randint(0, 30),
@@ -77,7 +89,7 @@ def test_random_traffic(subject: Subject, variants: list[Variant], pytestconfig:
             check(subject, variant, arrivals, max_batch_size=seats)
 
 
-@pairs()
+@pairs(variants=MASKED)
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(subject: Subject, variant: Variant) -> None:
     params = [
         SamplingParams(

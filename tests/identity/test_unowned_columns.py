@@ -108,7 +108,7 @@ def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[i
     ]
 
 
-@pairs(MODELS, rare=())
+@pairs(MODELS)
 def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> None:
     """Passes have prompts, chunks and decode, separately and together, and memory is reused all the time."""
     arrivals = arrivals_of(subject, (3, 140, 1, 17, 64, 65, 9, 30), (30, 6, 24, 3, 9, 20, 1, 12))

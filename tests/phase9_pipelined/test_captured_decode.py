@@ -140,7 +140,10 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     engine = build("phase9_pipelined", model, max_batch_size=3, block_size=4, num_blocks=40)
     runner = runner_of(engine)
     runner.stream = RowStream([3])
-    params = [SamplingParams(max_new_tokens=9, ignore_eos=True, seed=i, top_k=9) for i in range(3)]
+    params = [
+        SamplingParams(max_new_tokens=7, ignore_eos=True, seed=i, top_k=k)
+        for i, k in enumerate([9, None, None])
+    ]
     requests = [add(engine, [5 + i, 6, 7], each) for i, each in enumerate(params)]
     decode, passes = runner._decode, iter(range(100))
 

@@ -181,10 +181,10 @@ STOP = ["forest", "ere"]
 @pytest.mark.parametrize(
     ("n", "stop", "top"),
     [
-        *((1, None, None), (3, STOP, 2)),
+        (3, STOP, 2),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((3, STOP, None), (1, STOP, 2), (3, None, 2))
+            for each in ((1, None, None), (3, STOP, None), (1, STOP, 2), (3, None, 2))
         ),
     ],
 )
