@@ -43,6 +43,8 @@ PIP_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
+# Python compiles a module when it is first imported. pip would compile thousands that are never used.
+INSTALL = $(BIN)/pip install --quiet --no-compile $(PIP_ARGS)
 # The interpreter of `make gpu`: the one that was named, else the environment's where it exists.
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 
@@ -63,22 +65,22 @@ help:
 	@echo "Installing torch, the server's packages and a C++ build of its kernels into .venv. With a CPU build of torch"
 	@echo "this is about 1 GB on disk, with a CUDA build several GB; it takes minutes, most of them for the download."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	$(INSTALL) -c constraints.txt -e .
 	$(BIN)/python -m kernels.native
 	touch $@
 
 .venv/full: .venv/base
 	@echo "Installing packages for tests, lint and the site into .venv: about 2 GB more, minutes more."
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,docs]'
+	$(INSTALL) -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 .venv/cluster: .venv/base
 	@echo "Installing Ray into .venv: about 300 MB more."
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[cluster]'
+	$(INSTALL) -c constraints.txt -e '.[cluster]'
 	touch $@
 
 .venv/release: .venv/base
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[release]'
+	$(INSTALL) -c constraints.txt -e '.[release]'
 	touch $@
 
 demo: .venv/base

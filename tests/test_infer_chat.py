@@ -93,7 +93,7 @@ class Terminal:
         """
         self.type("\x03")
         try:
-            self.expect(INTERRUPTED, within_s=5)
+            self.expect(INTERRUPTED, within_s=1)
         except AssertionError:
             self.type("\x03")
             self.expect(INTERRUPTED)

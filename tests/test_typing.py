@@ -59,6 +59,7 @@ def test_a_client_program_has_types(python: Path, tmp_path: Path) -> None:
     assert "Found 1 error in 1 file" in said, said
 
 
+@pytest.mark.slow
 def test_every_package_says_that_it_has_types(python: Path) -> None:
     (site,) = python.parents[1].glob("lib/python*/site-packages")
     (info,) = site.glob("*.dist-info")

@@ -338,9 +338,7 @@ def test_source_is_cut_out_whole() -> None:
 
 def test_limits_of_the_live_view_are_the_codes() -> None:
     text = " ".join((ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").split())
-    said = re.search(
-        r"at most (\d+) frames a second, .*? at most ([\d.]+) % .*? At most (\d+) viewers", text
-    )
+    said = re.search(r"at most (\d+) frames a second, .*? at most ([\d.]+) % .*? At most (\d+) viewers", text)
     assert said is not None
     limits = (engine_calls.MAX_FRAMES_PER_S, engine_calls.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
     assert tuple(float(each) for each in said.groups()) == pytest.approx(limits)

@@ -117,16 +117,25 @@ def _combinations(models: Sequence[str], variants: Sequence[Variant]) -> list[tu
 
 
 def pairs(
-    models: Sequence[str] = MODELS, variants: Sequence[Variant] = VARIANTS, *, rare: Sequence[str] = RARE
+    models: Sequence[str] = MODELS,
+    variants: Sequence[Variant] = VARIANTS,
+    *,
+    often: Sequence[Variant] = VARIANTS,
+    rare: Sequence[str] = RARE,
 ) -> pytest.MarkDecorator:
     """Run a test on Gemma in every variant, and on the other models in the first variant of each phase.
 
     A variant decides which rows are computed together and where their keys lie. The other models differ in norms
     and weights, which do not depend on that.
+
+    Args:
+        often: the variants that the ordinary suite runs.
+        rare: the models that it leaves out.
     """
 
     def marks(model: str, variant: Variant) -> list[pytest.MarkDecorator]:
-        return [] if is_quick(model, variant) and model not in rare else [pytest.mark.slow]
+        quick = is_quick(model, variant) and model not in rare and variant in often
+        return [] if quick else [pytest.mark.slow]
 
     return pytest.mark.parametrize(
         ("subject", "variant"),

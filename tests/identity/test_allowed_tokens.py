@@ -7,12 +7,12 @@ from typing import Any
 from common.request import SamplingParams
 from tests.engine_helpers import Variant
 from tests.grammars import FORMS
-from tests.identity.support import MASKED, Arrival, Subject, check, greedy, pairs, prompt_of
+from tests.identity.support import MASKED, PLAIN, Arrival, Subject, check, greedy, pairs, prompt_of
 
 WORDS = ("the", "fox", "a", ".", "lived in", "to the", "e")
 
 
-@pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"], MASKED)
+@pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"], MASKED, often=PLAIN)
 def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant) -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "bad_words": WORDS},

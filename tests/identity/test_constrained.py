@@ -10,7 +10,7 @@ import pytest
 from common.request import SamplingParams
 from tests.engine_helpers import Variant
 from tests.grammars import FORMS
-from tests.identity.support import MASKED, Arrival, Subject, check, pairs, prompt_of
+from tests.identity.support import MASKED, PLAIN, Arrival, Subject, check, pairs, prompt_of
 
 MAX_NEW_TOKENS = 96
 
@@ -26,7 +26,7 @@ def arrivals_of(subject: Subject, *, most: int, seed: int) -> list[Arrival]:
     return [Arrival(i // 3, prompt_of(subject, 5 + i % 23, seed=i), each) for i, each in enumerate(params)]
 
 
-@pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"], MASKED)
+@pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"], MASKED, often=PLAIN)
 def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant) -> None:
     assert_the_same(subject, variant, most=16)
 

@@ -46,7 +46,7 @@ def test_mixed_lengths_in_one_batch(subject: Subject, variant: Variant) -> None:
     check(subject, variant, arrivals, max_batch_size=8)
 
 
-@pairs([name for name in MODELS if not name.startswith("random:")], MASKED)
+@pairs([name for name in MODELS if not name.startswith("random:")], MASKED, often=PLAIN)
 def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -> None:
     texts = ["Once upon a time", "The fox", "user: Tell me a story about a cat.", "Where is the"]
     arrivals = [
@@ -89,7 +89,7 @@ def assert_random_traffic(
             check(subject, variant, arrivals, max_batch_size=seats)
 
 
-@pairs(variants=MASKED)
+@pairs(variants=MASKED, often=PLAIN)
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(subject: Subject, variant: Variant) -> None:
     params = [
         SamplingParams(

@@ -155,7 +155,7 @@ def test_scores_that_differ_only_before_the_best_is_subtracted_are_equal(triton_
     assert draw_reference(scores, table).tolist() == [0]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.slow)], ids=str)
 def test_rows_do_not_depend_on_others(triton_device: str, dtype: torch.dtype) -> None:
     """The rows are part of a wider matrix, beside rows for which no token can be drawn."""
     rows = [(each, 0.6) for each in FILTERS]

@@ -238,7 +238,7 @@ def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch,
     )
 
 
-@pytest.mark.parametrize("loud", [5, 175, 340])
+@pytest.mark.parametrize("loud", [175, *(pytest.param(each, marks=pytest.mark.slow) for each in (5, 340))])
 def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, loud):
     """22 splits are merged in three rounds. The largest score is in a different round in each case."""
     monkeypatch.setattr(kernels.paged_attention, "SPLIT_COLUMNS", 16)

@@ -393,6 +393,7 @@ class ServerProcess(Served):
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        self.read_the_rest()  # a reader of a closed pipe would raise, and fail the test that runs then
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
