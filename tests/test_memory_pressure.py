@@ -81,7 +81,9 @@ def test_the_smallest_pool_is_the_smallest_legal() -> None:
         engine.create_request([1] * 15, greedy(37))
 
 
-@pytest.mark.parametrize("blocks", [AMPLE, pytest.param(40, marks=pytest.mark.slow), SMALLEST])
+@pytest.mark.parametrize(
+    "blocks", [*(pytest.param(each, marks=pytest.mark.slow) for each in (AMPLE, 40)), SMALLEST]
+)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_same_tokens_at_every_size(variant: Variant, blocks: int, llama: CausalLM) -> None:
     engine = engine_of(variant, llama, blocks)

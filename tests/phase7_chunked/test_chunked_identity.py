@@ -88,7 +88,7 @@ def measure(subject: Subject, chunk: int, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("chunk", [*(pytest.param(each, marks=pytest.mark.slow) for each in (1, 16)), 7, 64])
 @pytest.mark.parametrize("name", ["zoo:gemma3-tiny", "random:gemma3"])
 def test_the_first_tokens_logits_chunked_against_whole(name: str, chunk: int, kind: str) -> None:
     """The difference at the last prompt position (printed with -s) comes from chunking alone.

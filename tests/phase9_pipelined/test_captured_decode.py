@@ -91,7 +91,8 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
 )
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("prefill_chunk_size", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill_chunk_size", [4, 64])
 def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are drawn with each seat's own parameters and random numbers, which are sent three at a time. Cases:
     after a preemption, at a reused seat, beside requests that are sampled after the graph, and beside chunks."""
