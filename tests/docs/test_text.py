@@ -342,3 +342,16 @@ def test_limits_of_the_live_view_are_the_codes() -> None:
     assert said is not None
     limits = (engine_calls.MAX_FRAMES_PER_S, engine_calls.ENGINE_SHARE * 100, live_view.MAX_VIEWERS)
     assert tuple(float(each) for each in said.groups()) == pytest.approx(limits)
+
+
+def test_tokens_and_the_rendered_conversation_are_the_bundled_models() -> None:
+    text = (ROOT / "docs" / "phases" / "model.md").read_text(encoding="utf-8")
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    words, ids = (line.split() for line in text.partition("```text\nOnce")[2].split("\n")[:2])
+    encoded = tokenizer.encode("Once upon a time there was a foxling.", add_special_tokens=False)
+    assert [int(each) for each in ids] == encoded
+    assert ["Once", *words] == [tokenizer.decode([each]).strip() for each in encoded]
+    assert tokenizer.vocab_size == 1024
+    assert tokenizer.chat_template is not None
+    chat = tokenizer.chat_template.render([{"role": "user", "content": "Who?"}], add_generation_prompt=True)
+    assert f"```text\n{chat}```" in text
