@@ -126,7 +126,7 @@ def test_a_link_to_a_page_has_a_preview(pages: dict[Path, Page], site: Path) -> 
     assert len(descriptions) == len(pages)
     paged = preview(site / "phases" / "paged.html")
     assert (paged["og:type"], paged["og:title"]) == ("article", "Phase 6: paged attention")
-    assert paged["og:description"].startswith("A slot of phase 5 is as long as the longest sequence")
+    assert paged["og:description"].startswith("A slot of phase 5 is as long as the longest allowed sequence")
     assert preview(site / "index.html")["og:type"] == "website"
 
 
