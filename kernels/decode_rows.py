@@ -118,6 +118,6 @@ def decode_rows_triton(
             block_size,
             tables.stride(0),
             tile=TILE,
-            **early_launch(seats),
+            **early_launch(seats.device),
         )
     return rows

@@ -460,7 +460,7 @@ def _launch(
     settings_stride = 0 if settings is None else settings.stride(0)
     part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(vocab)))
     parts = triton.cdiv(vocab, part)
-    early = early_launch(scores)
+    early = early_launch(scores.device)
     sizes = {"part": part, "most_parts": triton.next_power_of_2(parts), **early}
     searched = settings is not None and ranked
     tops = torch.empty(count, parts, dtype=torch.float32, device=scores.device)

@@ -183,7 +183,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activa
             tile_inputs=tile.inputs,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **early_launch(x),
+            **early_launch(x.device),
             enable_fp_fusion=False,
         )
     return out

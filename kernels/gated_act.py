@@ -125,7 +125,7 @@ def gated_act_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
             activation=activation,
             tile=tile,
             num_warps=4,
-            **early_launch(gate_up),
+            **early_launch(gate_up.device),
             enable_fp_fusion=False,  # or `kernels.few_rows_linear` could round differently
         )
     return out

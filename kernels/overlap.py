@@ -45,17 +45,13 @@ if HAS_TRITON:
             cuda.gdc_launch_dependents()
 
 
-def early_launch(tensor: torch.Tensor) -> dict[str, bool]:
-    """Return arguments that launch a kernel early, if the GPU of `tensor` (any shape) can.
+@functools.cache
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Return arguments of a launch on `device` that start the kernel early, if the device can.
 
     Returns:
-        The kernel's constant `early`, and Triton's option `launch_pdl` if the GPU can.
+        The kernel's constant `early`, and Triton's option `launch_pdl` if the device can.
     """
-    return _early_launch(tensor.device)
-
-
-@functools.cache
-def _early_launch(device: torch.device) -> dict[str, bool]:
     if device.type != "cuda" or torch.version.hip is not None:
         return {"early": False}
     can = torch.cuda.get_device_capability(device) >= (9, 0)

@@ -378,7 +378,7 @@ def paged_attention_triton(
             decodes=decodes,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **early_launch(q),
+            **early_launch(q.device),
             enable_fp_fusion=False,  # or the two kernels could round a merge differently
         )
         if split_rows:
@@ -394,7 +394,7 @@ def paged_attention_triton(
                 split_columns=SPLIT_COLUMNS,
                 tile_dim=tile.dims,
                 num_warps=1,
-                **early_launch(q),
+                **early_launch(q.device),
                 enable_fp_fusion=False,
             )
     return out

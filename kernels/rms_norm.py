@@ -257,7 +257,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: f
             tile_rows=tile_rows,
             tile_columns=tile_columns,
             num_warps=num_warps,
-            **early_launch(x),
+            **early_launch(x.device),
         )
     return out
 
@@ -289,7 +289,7 @@ def fused_add_rms_norm_triton(
             tile_rows=tile_rows,
             tile_columns=tile_columns,
             num_warps=num_warps,
-            **early_launch(x),
+            **early_launch(x.device),
         )
     return normed, new_residual
 

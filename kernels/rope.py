@@ -400,5 +400,5 @@ def _launch(
             tile_heads=tile_heads,
             tile_half=triton.next_power_of_2(half),
             num_warps=2,
-            **early_launch(q),
+            **early_launch(q.device),
         )

@@ -11,13 +11,9 @@ from kernels import overlap
 
 @pytest.fixture(autouse=True)
 def forget():
-    overlap._early_launch.cache_clear()
+    overlap.early_launch.cache_clear()
     yield
-    overlap._early_launch.cache_clear()
-
-
-class OnGPU:
-    device = torch.device("cuda:0")
+    overlap.early_launch.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -32,11 +28,11 @@ class OnGPU:
 def test_the_gpus_that_start_kernels_early(monkeypatch, capability, hip, options):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert overlap.early_launch(OnGPU()) == options
+    assert overlap.early_launch(torch.device("cuda:0")) == options
 
 
 def test_a_cpu_does_not():
-    assert overlap.early_launch(torch.ones(1)) == {"early": False}
+    assert overlap.early_launch(torch.device("cpu")) == {"early": False}
 
 
 def test_each_kernel_first_waits_for_the_kernel_before():
