@@ -1,7 +1,7 @@
 """`make demo`: shows the answers of a server, then compares all phases on the same requests.
 
 All requests are sent over HTTP. First the latest phase serves the bundled model to a few clients at once. Then
-every phase in turn serves a larger model, with random weights, to clients of the kind of the `mixed` workload.
+every phase in turn serves a larger model, with random weights, to fewer clients than those of `mixed`.
 
 `--model smollm2` fetches a real chat model first, and asks it a question. Then all phases serve this model.
 """
@@ -34,9 +34,8 @@ from common.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
 MEASURED_MODEL = "dummy:llama-60m"
-REQUESTS = (
-    12  # more than a static batch has seats; the demo takes less than three minutes with its installation
-)
+#: More than a static batch has seats, and few enough for a demo of three minutes with its installation.
+REQUESTS = 12
 MOST_TOKENS = 600  # limit of a story's length: the model ends nearly all of its stories before it
 #: Beginnings as in the model's training text (`common.zoo.text`), so that it can continue and end the stories.
 PROMPTS = (
