@@ -28,7 +28,7 @@ def arrivals_of(subject: Subject, *, most: int, seed: int) -> list[Arrival]:
 
 @pairs(["zoo:llama-tiny", "zoo:gemma3-tiny"], MASKED, often=PLAIN)
 def test_the_same_alone_and_beside_others(subject: Subject, variant: Variant) -> None:
-    assert_the_same(subject, variant, most=16)
+    assert_the_same(subject, variant, most=32)
 
 
 @pytest.mark.slow

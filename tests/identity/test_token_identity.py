@@ -16,7 +16,6 @@ from common.request import SamplingParams
 from tests.engine_helpers import Variant
 from tests.identity.support import (
     LOGIT_BOUND,
-    MASKED,
     MODELS,
     PLAIN,
     Arrival,
@@ -39,14 +38,14 @@ def test_an_early_token_changes_the_logits(subject: Subject) -> None:
     assert (first - second).abs().max() > 1e-2
 
 
-@pairs(variants=PLAIN)
+@pairs(often=PLAIN)
 def test_mixed_lengths_in_one_batch(subject: Subject, variant: Variant) -> None:
     """Padding must not shift positions. The prompt of 200 is longer than Gemma's windows (16), that of 3 is not."""
     arrivals = [Arrival(0, prompt_of(subject, n, seed=n), greedy(24)) for n in (3, 7, 200, 1, 16, 17, 64)]
     check(subject, variant, arrivals, max_batch_size=8)
 
 
-@pairs([name for name in MODELS if not name.startswith("random:")], MASKED, often=PLAIN)
+@pairs([name for name in MODELS if not name.startswith("random:")], often=PLAIN)
 def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -> None:
     texts = ["Once upon a time", "The fox", "user: Tell me a story about a cat.", "Where is the"]
     arrivals = [
@@ -89,7 +88,7 @@ def assert_random_traffic(
             check(subject, variant, arrivals, max_batch_size=seats)
 
 
-@pairs(variants=MASKED, often=PLAIN)
+@pairs(often=PLAIN)
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(subject: Subject, variant: Variant) -> None:
     params = [
         SamplingParams(

@@ -47,7 +47,7 @@ def rotate(way, *arguments):
 @pytest.mark.parametrize("head_dim", HEAD_SIZES)
 def test_pairs_are_turned(way, dtype, form, head_dim):
     cos, sin = make_table(head_dim, way.device)
-    for tokens, *heads in ((0, 3, 1), (1, 9, 3), (3, 3, 3), (17, 3, 1)):
+    for tokens, *heads in ((0, 3, 1), (1, 1, 1), (1, 9, 3), (3, 3, 3), (3, 9, 3), (17, 3, 1)):
         q, k, positions = make_heads(tokens, *heads, head_dim, dtype, way.device)
         before = q.clone(), k.clone()
         own = cos[positions], sin[positions]
