@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.micro import Dtype, say
 from benchmarks.micro.batch_size import Machine, work_of
 from benchmarks.micro.on_device import (
-    LAST_STEPS,
+    COUNTED_STEPS,
     KernelCounter,
     Loaded,
     decode,
@@ -67,13 +67,13 @@ def measure(
     """
     prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
     found, counter = decode(engine, prompts, new_tokens), KernelCounter()
-    counted = len(decode(engine, prompts, new_tokens, counter=counter).seconds) + LAST_STEPS + 1
+    decode(engine, prompts, new_tokens, counter=counter)
     bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
     # The share counts tokens, not steps: a step of phase 10 may give a sequence several tokens.
     share = found.tokens_per_s * bound_ms / 1e3 / count
     seen = counter.launches > 0
-    busy = counter.seconds / counted / found.step_s if seen else None
-    launches = round(counter.launches / counted) if seen else None
+    busy = counter.seconds / COUNTED_STEPS / found.step_s if seen else None
+    launches = round(counter.launches / COUNTED_STEPS) if seen else None
     return [found.step_s * 1e3, max(found.seconds) * 1e3, found.tokens_per_s, share, busy, launches]
 
 

@@ -24,6 +24,7 @@ COPIED_BYTES = 2**30
 PEAK_SIZE = 8192  # sides of a product in which nearly all time is arithmetic
 
 WARM_STEPS = 4
+COUNTED_STEPS = 2  # whose kernels are counted
 # In phases 9 and 10 the last step already launches a pass of fewer sequences, and may capture a graph for it.
 LAST_STEPS = 1
 
@@ -84,7 +85,8 @@ def decode(
 
     Args:
         params: sampling parameters of every request; None: greedy, exactly `new_tokens` tokens.
-        counter: counts kernels during the steps that are returned, and slows them down.
+        counter: counts the kernels of `COUNTED_STEPS` steps, and slows them down. Each of these steps launches a
+            pass of all sequences, and no pass is in flight when the counting begins.
 
     Returns:
         The steps after every sequence has its first token and before any sequence ends, without the first
@@ -112,11 +114,12 @@ def decode(
             seconds.append(now_s - before_s)
             if counter is not None and len(counts) == WARM_STEPS:
                 counter.start()
-        elif all_decode and counter is not None and len(counts) > WARM_STEPS:
-            counter.stop()
+            elif counter is not None and len(counts) == WARM_STEPS + COUNTED_STEPS:
+                counter.stop()
         begun |= {output.request_id for output in outputs}
         before_s = time.perf_counter()
-    if len(counts) <= WARM_STEPS + LAST_STEPS:
+    needed = WARM_STEPS + (COUNTED_STEPS if counter is not None else 1)
+    if len(counts) < needed + LAST_STEPS:
         raise ValueError(f"{new_tokens} new tokens are too few to time decode steps")
     return DecodeSteps(seconds[WARM_STEPS:-LAST_STEPS], sum(counts[WARM_STEPS:-LAST_STEPS]))
 
@@ -186,6 +189,7 @@ class KernelCounter:
 
     def start(self) -> None:
         if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
             self._profile.start()
 
     def stop(self) -> None:
