@@ -33,7 +33,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def lowest(session: nox.Session) -> None:
-    """Install the lowest versions that pyproject.toml allows; torch in the version of constraints.txt.
+    """Run the tests with the lowest versions that pyproject.toml allows, but with constraints.txt's torch.
 
     The lowest torch is left out, because an index may have its CPU build in one version only.
     """

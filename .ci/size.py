@@ -1,6 +1,6 @@
 """Prints how large each part of the project is, and how many functions a decode step calls.
 
-`make size`. Counts the files that git tracks, as they are in the working tree.
+`make size` runs it. Counts the files that git tracks, as they are in the working tree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESULTS = "benchmarks/results/"
 
 
 def tracked() -> list[Path]:
-    """Return the paths of all files that git tracks and that exist."""
+    """Return the paths, from the root, of all files that git tracks and that exist."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
@@ -53,8 +53,8 @@ def functions(path: Path) -> Iterator[tuple[int, str]]:
 def crossed(package: str) -> tuple[int, int]:
     """Return the number of functions that one decode step of four sequences calls, and the number of their modules.
 
-    Functions of models and kernels are not counted. The counted step is the eleventh, so it makes no calls that are
-    made only once.
+    Only functions of `common` (without `common.models`) and of the phases are counted. The counted step is the
+    eleventh, so it makes no calls that only the first steps make.
 
     Args:
         package: the phase's package, such as `phase5_continuous`.

@@ -1,7 +1,7 @@
 """Installs a wheel into an empty environment outside of the tree, and runs its commands and servers there.
 
-`make test-wheel`. `venv` and `pip` install the wheel and the packages that it requires. The words in the variable
-`PIP_ARGS` are passed to pip. Needs curl and a C++ compiler. Stops at the first failed check.
+`make test-wheel` runs it. `venv` and `pip` install the wheel and the packages that it requires. The words in the
+variable `PIP_ARGS` are passed to pip. Needs curl and a C++ compiler. Stops at the first failed check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_files(wheel: Path) -> None:
 
 
 class Installed:
-    """A wheel that is installed in a new virtual environment, with a home folder that was empty before.
+    """A wheel that is installed in a new virtual environment, which lies in a new home folder.
 
     Args:
         folder: an empty folder, which becomes the home folder.
@@ -61,7 +61,11 @@ class Installed:
         ).stdout
 
     def stream(self, phase: str) -> str:
-        """Start a server of a phase, send it one request by curl, and stop it. Returns the server's log."""
+        """Start a server of a phase, check the stream that curl gets for one request, and stop the server.
+
+        Returns:
+            The server's log.
+        """
         socket, log = self.folder / f"{phase}.sock", self.folder / "log"
         serve = [self.bin / "infer", "serve", phase, "--uds", socket]
         curl = ["curl", "--silent", "--fail-with-body", "--no-buffer", "--unix-socket", socket]

@@ -13,12 +13,13 @@ factor    = capacity / reference                              (rates are multipl
 so that     rate sent / capacity = load                       on every machine
 ```
 
-**The measurement.** The first server of the comparison gets one full batch of requests at once. Each has the
-workload's mean prompt length and mean answer length. The texts differ, so no cache helps. Requests of equal length
-need no padding and leave no row idle, so even phase 4 loses nothing. The capacity is therefore the machine's, not
-the scheduler's, and phase 5 would give the same number. The workload's own lengths are used because the cost of a
-prompt token relative to a new token differs between a CPU and a GPU. The faster of two rounds counts, because other
-programs on the machine can only slow a round down. All servers of a comparison get the same factor.
+**The measurement.** The first server of the comparison gets one full batch of requests at once. Each request has
+the workload's mean prompt length and mean answer length. The texts differ, so no cache helps. Requests of equal
+length need no padding and leave no row idle, so even phase 4 loses nothing. The capacity is therefore the
+machine's, not the scheduler's, and phase 5 would give the same number. The workload's own lengths are used because
+the cost of a prompt token relative to a new token differs between a CPU and a GPU. The faster of two rounds counts,
+because other programs on the machine can only slow a round down. The factor of a workload is the same for all
+servers of a comparison.
 
 **The load** (`LOADS`) depends on the effect that a workload is meant to show:
 
@@ -61,7 +62,7 @@ WARMUP_PROMPT, WARMUP_NEW = 64, 8
 
 
 class CalibrationError(RuntimeError):
-    """A request of the calibration failed."""
+    """A request of the calibration, or the load generator, failed."""
 
 
 def reference_capacity(workload: Workload, load: float | None = None) -> float | None:
@@ -99,7 +100,7 @@ def calibrate(
         run: the function that sends a plan's requests; tests pass a fake.
 
     Raises:
-        CalibrationError: a request failed.
+        CalibrationError: a request, or the load generator, failed.
     """
     reference = reference_capacity(workload, load)
     if reference is None:
@@ -128,7 +129,8 @@ def _one_round(
     stall_timeout_s: float,
     run: Callable[[LoadPlan], LoadResult],
 ) -> float:
-    """Send `batch` requests of mean length at once. Returns the seconds until the last answer has ended."""
+    """Send `batch` requests of mean length at once. Returns the seconds from the first request's sending to the end
+    of the last answer."""
     requests = identical_requests(
         writer,
         count=batch,
@@ -155,8 +157,10 @@ def warmup_requests(writer: PromptWriter) -> list[PlannedRequest]:
 def fixed_factor(workload: Workload, rate: str) -> Calibration:
     """Return the calibration that `--rate table` (factor 1) or `--rate NUMBER` (that factor) asks for.
 
+    A workload without a rate gets the factor 1.
+
     Raises:
-        ValueError: `rate` is neither `table` nor a positive number.
+        ValueError: the workload has a rate, and `rate` is neither `table` nor a positive number.
     """
     if rate == "table" or workload.rate is None:
         return Calibration(mode="table", factor=1.0)

@@ -50,8 +50,8 @@ def long_documents(draw: random.Random, chats: int, _turns: int) -> list[list[st
 
 
 def shared_document(draw: random.Random, chats: int, _turns: int) -> list[list[str]]:
-    """Return chats of one message. All messages begin with the same document. Each asks to quote the sentences
-    about one topic for one kind of reader."""
+    """Return chats of one message. All messages begin with the same document. Each message asks to quote the
+    sentences about one topic that matter most to one kind of reader."""
     document = read("handbook.md")
     titles = [part.partition("\n")[0] for part in document.split("\n## ")[1:]]
     asked = [

@@ -43,7 +43,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the name and the data of each event that this chunk completes. An event without a name has b""."""
+        """Return the name (b"" if it has none) and the data of each event with data that this chunk completes."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         events = []
         for raw in lines:
@@ -64,9 +64,10 @@ class AnswerReader:
     """Reads a streamed answer: its tokens, its end and its errors so far.
 
     Attributes:
-        tokens: the number of tokens that arrived.
+        tokens: the number of tokens that arrived. A chunk without token ids counts as one token, unless it only
+            ends the answer.
         ended: whether the stream has said that it is complete.
-        error: the server's error message; None: there was no error.
+        error: the server's error message, or a note on an event that is no object; None: no error so far.
     """
 
     tokens: int = 0
@@ -80,7 +81,11 @@ class AnswerReader:
     _parser: EventParser = field(default_factory=EventParser)
 
     def feed(self, chunk: bytes) -> int:
-        """Parse the next bytes of the stream. Returns the number of tokens that they complete."""
+        """Parse the next bytes of the stream. Returns the number of tokens that they complete.
+
+        Raises:
+            orjson.JSONDecodeError: an event is not JSON.
+        """
         before = self.tokens
         for name, data in self._parser.feed(chunk):
             if name == b"token":  # parsed later, only if `text` or `continued` is called
@@ -146,9 +151,9 @@ class Endpoint:
 
     Attributes:
         url: the server's root, such as `http://127.0.0.1:8004`.
-        model: the name the server knows its model by.
-        ignore_eos: whether bodies have the field `ignore_eos`, which asks for answers of full length. Other servers
-            may refuse this field.
+        model: the server's name for its model.
+        ignore_eos: whether bodies have the field `ignore_eos`, which asks for answers of full length. Servers
+            that do not know this field may refuse it.
         api_key: sent as a bearer token, if given.
         fields: additional fields of every body, for this server only.
     """
@@ -246,7 +251,7 @@ def new_record(planned: PlannedRequest) -> RequestRecord:
 
 
 def _close(record: RequestRecord, reader: AnswerReader, now_s: float) -> None:
-    """Fill in a record from the end of its stream, or note that the stream broke off."""
+    """Fill in a record when its stream has ended. Notes an error if the stream broke off or had no tokens."""
     usage = reader.usage or {}
     record.finish_reason = reader.finish_reason
     record.completion_tokens = usage.get("completion_tokens", reader.tokens)

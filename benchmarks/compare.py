@@ -7,8 +7,9 @@ repeat 2   phase 6   phase 5   phase 4      turned round, so that a machine that
 repeat 3   phase 4   phase 5   phase 6      grows warm or busy favours no phase
 ```
 
-Every run has a fresh server, so its cache is empty and its memory is not fragmented. The load of other programs is
-measured before the first run and after each run, while no server runs. Runs beside busy programs get a note.
+Every run starts a fresh server, so its cache is empty and its memory is not fragmented. (A peer that is named by
+its URL is neither started nor stopped.) The load of other programs is measured before the first run and after each
+run, while no server runs. Runs beside busy programs get a note.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Comparison:
     Attributes:
         model: the model's name, as results show it.
         rate: the value of `--rate`: `auto`, `table`, or a factor for arrival rates (see `benchmarks.calibrate`).
-        load: offered load for `auto`, instead of the workload's own.
+        load: offered load for `auto`; None: the workload's own.
         batch: number of requests in a calibration's batch, if the server has no `max-batch-size` option.
         out: folder for results; None: no results are written.
         ignore_eos: whether requests ask for full-length answers. Requests of chats never do.
-        trace: whether a trace of each run is kept beside its result.
+        trace: whether a trace of each run is kept beside its result. Without `out`, no trace is kept.
         show: returns the table that is printed when all runs of a workload are done.
     """
 
@@ -72,11 +73,12 @@ class Comparison:
 
 
 def compare(comparison: Comparison, console: Console) -> list[Run]:
-    """Run a comparison, print its tables and where its results lie, and return its runs.
+    """Run a comparison, print its tables and the folder of its results (if there is one), and return its runs.
 
     Raises:
-        StartupError: the first server does not start, so nothing can be calibrated.
-        CalibrationError: the first server fails a request of the calibration.
+        StartupError: arrival rates must be calibrated, and the first server does not start.
+        CalibrationError: the calibration on the first server has failed.
+        ValueError: `rate` is neither `auto` nor `table` nor a positive number.
     """
     runs: list[Run] = []
     total = len(comparison.workloads) * comparison.repeats * len(comparison.targets)
@@ -95,7 +97,7 @@ def _written(count: int, total: int, out: Path) -> str:
 
 
 def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: int) -> None:
-    """Make every run of a comparison. Each is added to `runs`, and written to its file, when it ends."""
+    """Make every run of a comparison. When a run ends, it is added to `runs` and, if results are kept, written."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -136,7 +138,7 @@ def run_once(
     repeat: int,
     progress: Progress,
 ) -> Run:
-    """Start a server, measure one workload, stop the server. Failures are noted in the result, not raised."""
+    """Start a server, measure one workload, stop the server. Returns the run, in which failures are noted."""
     info = ServerInfo(
         label=target.label,
         order=target.order,
@@ -188,7 +190,7 @@ def first_error(log: Sequence[str]) -> Sequence[str]:
 def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator[None]:
     """Context manager: record a trace of the server beside the run's result, if the comparison asks for traces.
 
-    A note in the run says that a trace was recorded, because recording takes time.
+    A note in the run says that a trace was recorded (recording takes time), or why there is none.
     """
     if not comparison.trace or comparison.out is None:
         yield
@@ -217,7 +219,7 @@ def _note_the_end(run: Run, died: int | None) -> None:
 
 
 def _endpoint(comparison: Comparison, server: RunningServer, workload: Workload | None = None) -> Endpoint:
-    """Return a server's endpoint. It asks for answers of full length, unless the workload has chats or
+    """Return a server's endpoint. Its requests ask for answers of full length, unless the workload has chats or
     `comparison.ignore_eos` is False."""
     chats = workload is not None and workload.chats is not None
     full = comparison.ignore_eos and not chats

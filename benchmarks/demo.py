@@ -1,7 +1,7 @@
 """`make demo`: shows the answers of a server, then compares all phases on the same requests.
 
 All requests are sent over HTTP. First the latest phase serves the bundled model to a few clients at once. Then
-every phase in turn serves a larger model, with random weights, to fewer clients than those of `mixed`.
+every phase in turn serves a larger model, with random weights, to fewer clients than the workload `mixed` has.
 
 `--model smollm2` fetches a real chat model first, and asks it a question. Then all phases serve this model.
 """
@@ -68,7 +68,7 @@ def write(phase: str, console: Console) -> None:
     """Start a server, send it all of `PROMPTS` at once, and print each answer with its times.
 
     Raises:
-        RuntimeError: a client got no answer.
+        RuntimeError: a request failed.
     """
     console.rule(f"[bold]{len(PROMPTS)} clients at once, python -m {phase} --model {WRITER_MODEL}")
     with open_server(phase_target(phase, Setup(model=WRITER_MODEL))) as server:

@@ -31,7 +31,7 @@ BUSY_SHARE = 0.15  # share of all cores; the programs of an idle desktop use les
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return everything about this machine that influences measurements."""
+    """Return a description of this machine and its software, as results store it."""
     return {
         "cpu": cpu_name(),
         "cores": psutil.cpu_count(logical=False),
@@ -67,7 +67,7 @@ def taken_in_words(taken: float) -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's name as its maker writes it."""
+    """Return the processor's name; only its architecture if the system does not tell the name."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder, for other servers.
+"""Writes a model as a Hugging Face folder, for the servers of other projects.
 
 A dummy model is written with its random weights, a GGUF file with dequantized weights.
 

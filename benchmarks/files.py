@@ -1,14 +1,15 @@
 """Result files: one for each run, as `compare` writes them, and published files, which are smaller and fewer.
 
-A run's own file (`Run.save`) holds everything that was measured. `publish` reduces them to two files a workload:
+A run's own file (`Run.save`) holds everything that was measured. `publish` reduces these files to two a workload:
 
 - `mixed.published.json`: every run's metrics, options, versions and machine, and a distribution of each server's
   latencies.
 - `mixed.timelines.json.xz`: requests and engine steps of some runs, for the figures that show them and for the
   simulator's replay.
 
-A published file holds every comparison of its workload. `load_comparisons` reads files of both kinds, also from one
-folder. A subfolder (`peers`, or a machine's name) keeps results that pages must not mix with the others.
+A published file holds all comparisons of its workload that were published in its folder. `load_comparisons` reads
+files of both kinds, also from one folder. A subfolder (`peers`, or a machine's name) keeps results that pages must
+not mix with the others.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Together:
 
 
 def run_folders(results: Path) -> list[Path]:
-    """Return `results` and its subfolders that have JSON files, without the folders of measured tables."""
+    """Return the folders with JSON files, `results` and below, without the folders of measured tables."""
     return sorted({path.parent for path in results.rglob("*.json")} - set(results.rglob(TABLES)))
 
 
@@ -174,10 +175,10 @@ def _beside(path: Path) -> Path:
 def publish(
     source: Path, out: Path, *, timelines: Kept = "typical", only: Sequence[str] = ()
 ) -> list[Together]:
-    """Write the complete comparisons of one folder as published files, and return them.
+    """Write the complete comparisons of one folder as published files. Returns these comparisons, not reduced.
 
-    Comparisons that `out` has already stay there. If a new comparison has the same name, workload and model as an
-    old one, it replaces the old one.
+    Comparisons that `out` has already stay there. If a new comparison has the same name, workload, model and
+    size (quick or not) as an old comparison, it replaces the old one.
 
     Args:
         source: a folder with runs; folders below it are not looked at.

@@ -36,7 +36,7 @@ class LoadPlan:
     """The requests to send, where to, and when to give up.
 
     Attributes:
-        requests: the measured requests, in the order they are sent.
+        requests: the measured requests, in the order of their `index`.
         warmup: requests that are sent first, all at once, and are not part of the result.
         sequential: send each request only when the one before has ended. Planned send times are ignored.
         stall_timeout_s: give up if no stream brings a token for this many seconds.
@@ -93,7 +93,7 @@ def run_whole_load(
     """Send requests in a new process and return the result, in which no request has failed.
 
     Raises:
-        RuntimeError: a request failed.
+        RuntimeError: a request, or the load generator, failed.
     """
     result = run_load(LoadPlan(endpoint, list(requests), list(warmup)))
     result.raise_for_errors()
@@ -138,7 +138,8 @@ class _Run:
         return [self._conversation(planned, record) for planned, record in pairs if planned.follows is None]
 
     async def _conversation(self, planned: PlannedRequest, record: RequestRecord) -> None:
-        """Send a request at its time, and after each answer the next turn of the conversation."""
+        """Send a request at its time, then each later turn of its conversation after the answer before it. An error
+        ends the conversation."""
         await asyncio.sleep(self.origin_s + planned.send_at_s - time.monotonic())
         answer = await self._send(planned, record)
         while (turn := self._next_turns.get(planned.index)) is not None and record.error is None:
@@ -184,7 +185,8 @@ class _Run:
         self._last_sign_of_life = time.monotonic()
 
     async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Cancel the run if no stream brings a token for `stall_timeout_s`, or after `run_timeout_s`.
+        """Cancel the run after `run_timeout_s`, or if for `stall_timeout_s` no token arrives and no request begins
+        or ends.
 
         One request without tokens is no stall while other streams bring tokens: it may be queued.
         """
@@ -201,8 +203,8 @@ class _Run:
 
 
 async def generate_load(plan: LoadPlan, on_progress: Progress = lambda *_: None) -> LoadResult:
-    """Send the warm-up requests, then the plan's requests. The server's errors are noted in the records of their
-    requests and not raised."""
+    """Send the warm-up requests, then the plan's requests, and return the records of the plan's requests. The
+    server's errors are noted in these records and not raised."""
     # No limit on connections: a request that waits for a free one would be the client's delay, not the server's.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     # Reading has no timeout: the watchdog decides whether the server is stuck.

@@ -55,9 +55,9 @@ def distribution(values: Sequence[float], limit: int = 300) -> Distribution:
 
 
 def is_good(record: RequestRecord, slo_ttft_s: float, slo_itl_s: float) -> bool:
-    """True if a request met its objectives: completed, first token in time, 99 % of its gaps within the limit.
+    """True if a request completed with its first token in time and at least 99 % of its gaps within the limit.
 
-    Each gap is compared with the limit, not the mean gap: a mean hides a long stall that a reader notices.
+    Every gap is compared with the limit. The mean of the gaps would hide a long stall that a reader notices.
     """
     if record.error is not None or record.ttft_s > slo_ttft_s:
         return False
@@ -68,7 +68,7 @@ def is_good(record: RequestRecord, slo_ttft_s: float, slo_itl_s: float) -> bool:
 def summarize(
     records: Sequence[RequestRecord], *, slo_ttft_s: float, slo_itl_s: float, full_length: bool = True
 ) -> Metrics:
-    """Compute a run's metrics from its requests' timelines, at least one.
+    """Compute a run's metrics from the timelines of its requests, of which there is at least one.
 
     Latencies and throughput are those of completed requests; `errors` and `slo_attainment` count all.
 
@@ -141,7 +141,7 @@ def summarize_server(
 
 
 def server_metrics(count: Mapping[str, Any], **of_steps: Any) -> ServerMetrics:
-    """Return the engine's metrics.
+    """Return the engine's metrics, with the shares of wasted work and of cached prompt tokens.
 
     Args:
         count: the engine's counters, for this run alone.

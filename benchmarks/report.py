@@ -1,9 +1,9 @@
 """Tables of a comparison: medians over repeats, the best values marked.
 
-`summary` fits 80 columns: a row for each server with the main metrics, and a sentence for each server that names
-the metrics which are better or worse than those of the server it is compared with. `report` has every
-metric, a column for each server, and ratios. A phase is compared with the phase before, a variant with the first
-column of its phase, and a peer with the last phase.
+`summary` fits 80 columns. It has a row for each server with the main metrics. For each server that is compared with
+another server, a sentence names the metrics that are better or worse than those of the other. `report` has every
+metric, a column for each server, and the ratios to the server that it is compared with. A phase is compared with
+the phase before, a variant with the first column of its phase, and a peer with the last phase.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def _server(name: str) -> Callable[[Run], Value]:
 
 
 def _where_shared(name: str) -> Callable[[Run], Value]:
-    """Return a function that reads a metric of the prefix cache from a run; None if the run had no prefix hit."""
+    """Return a function that reads a metric of the prefix cache from a run, and returns None without a hit."""
     return lambda run: _server(name)(run) if run.server_metrics and run.server_metrics.cached_share else None
 
 
 def _guessed_share(run: Run) -> Value:
-    """Return the share of output tokens that were confirmed guesses; None for a server that makes no guesses.
+    """Estimate the share of output tokens that were accepted guesses; None if it is at most `LEAST_GUESSED`.
 
     A request gets its first token from the pass that ends its prompt, and then one from each decode step. All other
-    tokens were guesses.
+    tokens are counted as guesses.
     """
     if run.metrics is None or run.server_metrics is None or not run.metrics.output_tokens:
         return None
@@ -84,7 +84,7 @@ def _percentile(kind: str, name: str) -> Callable[[Run], Value]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds, as milliseconds if they are less than one."""
+    """Format seconds; times below 0.9995 s are shown in milliseconds."""
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
@@ -129,13 +129,16 @@ SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "l
 
 
 def median_of(runs: Iterable[Run], line: Line) -> Value:
-    """Return the median over the repeats that have a value."""
+    """Return the median over the repeats that have a value; None if none has."""
     values = [value for run in runs if (value := line.value(run)) is not None]
     return statistics.median(values) if values else None
 
 
 def typical(runs: Sequence[Run]) -> Run:
-    """Return the repeat with the median throughput, for figures of one run: timelines cannot be averaged."""
+    """Return the repeat with the median throughput; of two in the middle, the slower one.
+
+    Figures of one run show this repeat, since timelines cannot be averaged.
+    """
     ordered = sorted(runs, key=lambda run: run.metrics.output_tokens_per_s if run.metrics else 0.0)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -148,7 +151,7 @@ def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def repetition(runs: Sequence[Run]) -> str:
-    """With random weights, return a note on each server's share of guessed tokens; "" if there is none."""
+    """Return a note on each server's share of guessed tokens; "" if weights are not random or no server guessed."""
     guessed = next(line for line in LINES if line.title == "guessed tokens")
     if not runs[0].server.model.startswith("dummy:"):
         return ""
@@ -161,7 +164,7 @@ def repetition(runs: Sequence[Run]) -> str:
 
 
 def best_of(values: Sequence[Value], better: str) -> Value:
-    """Return the best value; None if no direction is better, there is only one value, or all values are equal."""
+    """Return the best value; None if no direction is better, fewer than two are known, or all are equal."""
     known = [value for value in values if value is not None]
     if not better or len(known) < 2 or min(known) == max(known):
         return None
@@ -187,7 +190,7 @@ def report(runs: Sequence[Run]) -> Group:
 
 
 def summary(runs: Sequence[Run]) -> Group:
-    """Return the table of a comparison in 80 columns: a row and a sentence for each server."""
+    """Return the table of a comparison in 80 columns, a row for each server, and sentences that compare servers."""
     columns = columns_of(runs)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
@@ -224,7 +227,8 @@ def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
 
 
 def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Value]]) -> Text:
-    """Name the metrics that are better and worse in `after` than in `before`, by more than `ALIKE`."""
+    """Return a sentence with the metrics in which server `after` is better or worse than server `before`, by more
+    than `ALIKE`."""
     better: list[str] = []
     worse: list[str] = []
     for line, old, new in values:
@@ -283,7 +287,8 @@ def cells_of(
 def bases_of(columns: Sequence[Sequence[Run]]) -> list[int | None]:
     """Return for each column the index of the column that it is compared with; None if there is no such column.
 
-    A variant is compared with the first column of its phase. All others are compared with the phase before.
+    A further column of a phase (a variant, or a learner's copy) is compared with the phase's first column. All
+    others are compared with the first column of the last phase before them.
     """
     first_of: dict[int, int] = {}  # phase -> its first column
     bases: list[int | None] = []

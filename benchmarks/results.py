@@ -1,7 +1,7 @@
 """The result of a run: everything needed to check its numbers or to draw them. `benchmarks.files` stores it.
 
 All times are in seconds. A run's clock starts at zero when its first request is due; requests and engine steps are
-on that same clock, so they can be drawn over each other.
+on that same clock, so they can be drawn over each other (if the server ran on the same machine as the clients).
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class RequestRecord(_Model):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Return every inter-token latency: one fewer than there are tokens."""
+        """Return every inter-token latency: the time from each token to the next."""
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     def rounded(self) -> RequestRecord:
-        """Return a copy with times rounded as in a file. Metrics are computed from the copy, so metrics computed
-        later from the file are equal."""
+        """Return a copy with times rounded as in a file. Metrics of a run are computed from such copies, so that
+        its file gives the same metrics."""
         keep = {"scheduled_s": round(self.scheduled_s, DIGITS)}
         keep |= {
             name: round(value, DIGITS)
@@ -104,12 +104,13 @@ class Generator(_Model):
 
 
 class LoadResult(_Model):
-    """The load generator's result.
+    """The timelines of a run's requests, and the load generator's own cost.
 
     Attributes:
         origin_s: the machine's monotonic clock when the run's clock was at zero.
         abort: why the watchdog ended the run early; None: it did not.
-        telemetry_before, telemetry_after: the server's `/telemetry` before and after the run; None: it has none.
+        telemetry_before, telemetry_after: the server's `/telemetry` before and after the run; None: there was no
+            answer.
     """
 
     origin_s: float
@@ -147,7 +148,8 @@ class Distribution(_Model):
 
     Attributes:
         seconds: some of the latencies, in ascending order.
-        counts: for each of them the number of latencies up to it. The last one counts all latencies.
+        counts: for each of `seconds` its place, from 1 on, among all latencies in ascending order. The last entry
+            is the number of all latencies.
     """
 
     seconds: list[float]
@@ -160,15 +162,16 @@ class Distribution(_Model):
 
 
 class Metrics(_Model):
-    """Metrics that clients see. Latencies are None if no request got that far.
+    """Metrics that clients see. Latencies are None if no completed request has any.
 
     Attributes:
         duration_s: from the first request's sending to the end of the last answer.
         output_tokens: tokens of completed requests only.
-        longest_stall_s: the longest that any client waited between two tokens.
+        longest_stall_s: the longest time between two successive tokens of a completed request.
         slo_attainment: share of all requests that completed and met both objectives.
-        arrival_rate: requests per second as they were really sent; None for fewer than two.
-        short: completed requests with fewer tokens than asked for.
+        arrival_rate: requests per second as they were really sent; None if there are fewer than two, or all were
+            sent at one time.
+        short: completed requests with fewer tokens than asked for; 0 if answers may end early.
     """
 
     requests: int
@@ -194,7 +197,7 @@ class ServerMetrics(_Model):
     """Metrics from the engine's telemetry. Counts are of this run alone, without the warm-up.
 
     Attributes:
-        mean_batch: decoded tokens in each step that decodes; idle rows do not count.
+        mean_batch: mean number of decoded tokens over the steps that decode; idle rows do not count.
         padded_share: the share of padding and idle rows among all computed tokens.
         cached_share: the share of prompt tokens found in the prefix cache: its hit rate.
         evictions: blocks evicted from the prefix cache.
@@ -224,7 +227,7 @@ class Calibration(_Model):
     """The factor for arrival rates, and how it was found; see `benchmarks.calibrate`.
 
     Attributes:
-        mode: auto (measured), table (factor 1), or given (by `--rate`).
+        mode: auto (measured, or 1 for a workload without a rate), table (factor 1), or given (by `--rate`).
         factor: multiplies the rate in `workloads.toml`.
         capacity: measured requests per second, all of the workload's mean lengths; None: not measured.
         reference: the capacity that the rate in `workloads.toml` assumes, in the same unit.
@@ -257,11 +260,12 @@ class ServerInfo(_Model):
     """The server that answered.
 
     Attributes:
-        label: its column in a table, such as `phase 5`.
-        order: the sort key of that column: a phase's number; more for peers, which stand after the phases.
+        label: the heading of the server's column in tables, such as `phase 5`.
+        order: the sort key of that column: a phase's number, a little more for a variant of the phase. Peers have
+            larger numbers, so that they stand after all phases.
         options: the options that the server was started with; None: it ran already.
-        variant: the options that distinguish it from other columns of the same phase, in a sweep.
-        version: the server's answer at /version.
+        variant: in a sweep, the options that distinguish this column from other columns of the same phase.
+        version: the server's answer at /version; None: it has none.
         log: the last lines that the server printed, if the run is not `ok`.
     """
 
@@ -291,7 +295,7 @@ class Run(_Model):
     """One run of one workload on one server.
 
     Attributes:
-        comparison: runs with the same name were measured together and may be compared.
+        comparison: the comparison's name. Runs with the same name were measured together and may be compared.
         lineup: the runs that the complete comparison has; None: only this run.
         notes: reasons to doubt the numbers, such as requests that were sent late.
         engine_steps: the records of the engine's steps, one list for each field of a record.

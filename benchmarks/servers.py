@@ -81,10 +81,10 @@ class Target:
         label: the heading of its column in tables and plots.
         order: the sort key of that column.
         module: run as `python -m module`; None if `program` or `url` is given.
-        options: the options that it is started with.
-        variant: the options that distinguish it from other columns of the same phase, in a sweep.
+        options: the options that the server is started with.
+        variant: in a sweep, the options that distinguish this column from other columns of the same phase.
         program: the command to run if `module` is None.
-        environment: environment variables that it gets in addition to those of this process.
+        environment: environment variables that the server gets in addition to those of this process.
         url: a server that runs already; nothing is started then.
         request_fields: extra fields in the body of every request to this server.
     """
@@ -108,7 +108,8 @@ class Target:
 
 
 def find_phase_module(name: str) -> str:
-    """Find the module of a phase by number (`4`), by word (`static`) or in full (`phase4_static`).
+    """Find the module of a phase by its number (`4`), a part of its name (`static`) or its full name
+    (`phase4_static`).
 
     No phase is imported here, because each runs in a process of its own.
 
@@ -133,7 +134,7 @@ VARIANT_STEP = 0.001  # difference in `Target.order` between two variants of one
 
 
 def phase_target(name: str, setup: Setup, variant: Options | None = None, place: int = 0) -> Target:
-    """Return how to start a phase so that it can be compared with the others.
+    """Return how to start a phase so that it can be compared with the other phases.
 
     Args:
         name: number, word or module.
@@ -190,16 +191,16 @@ class RunningServer:
     """A server's process, from start to stop. Use it in a `with` statement.
 
     Args:
-        target: how to start it.
+        target: how to start the server.
         start_timeout_s: seconds until the server must answer.
         stop_timeout_s: seconds after SIGTERM until the server is killed.
-        own_group: start it in a process group of its own, which Ctrl-C in the terminal does not reach.
+        own_group: start the server in a process group of its own, which Ctrl-C in the terminal does not reach.
 
     Attributes:
-        url: where it listens.
-        model: the name it knows its model by.
-        version: its /version, if it has one.
-        log: the last lines it printed.
+        url: where the server listens.
+        model: the server's name for its model.
+        version: the server's answer at /version; None: it has none.
+        log: the last lines that the server printed to stderr.
     """
 
     def __init__(
@@ -226,7 +227,8 @@ class RunningServer:
         """Start the server and wait until it answers.
 
         Raises:
-            StartupError: it ended, or did not answer in time. The message has the last lines that it printed.
+            StartupError: the server ended, did not answer in time (the message has the last lines that it printed),
+                or lists no model.
         """
         # A thread reads stderr all the time: a full pipe would block the server in the middle of a run.
         self._process = subprocess.Popen(
@@ -265,11 +267,11 @@ class RunningServer:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code; None while the server runs."""
+        """Return the exit code; None before the server has ended."""
         return self._process.poll() if self._process else None
 
     def stop(self) -> int:
-        """Send SIGTERM, and SIGKILL if the server does not end. Returns its exit code."""
+        """Send SIGTERM, then SIGKILL if the server does not end in time. Returns its exit code."""
         assert self._process is not None
         assert self._reader is not None
         self._process.terminate()
@@ -329,7 +331,7 @@ class ForeignServer(RunningServer):
 
 
 def open_server(target: Target) -> RunningServer:
-    """Return a context manager that starts and stops a target."""
+    """Return a context manager for a target's server. It starts and stops the server, unless `url` is given."""
     return ForeignServer(target) if target.url else RunningServer(target)
 
 
@@ -337,7 +339,7 @@ def served_model(client: httpx.Client, url: str) -> str:
     """Return the first model that a server lists.
 
     Raises:
-        StartupError: it lists none, or cannot be asked.
+        StartupError: the server lists no model, or does not answer.
     """
     try:
         name: str = client.get(f"{url}/v1/models").json()["data"][0]["id"]
@@ -349,7 +351,7 @@ def served_model(client: httpx.Client, url: str) -> str:
 
 
 def server_version(client: httpx.Client, url: str) -> dict[str, Any] | None:
-    """Return a server's answer at /version; None if it has no such route."""
+    """Return the JSON object that a server answers at /version; None if there is no such answer."""
     try:
         response = client.get(f"{url}/version")
         version = response.json() if response.status_code == 200 else None

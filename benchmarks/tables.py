@@ -1,6 +1,6 @@
 """Tables that `benchmarks micro` and a few other programs measure, with their setup.
 
-These files lie in a folder `tables` beside the runs of servers, and pages show them by name.
+Each table is a file in a folder `tables` beside the runs of servers. Pages show tables by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MeasuredTable(BaseModel):
         title: what the rows are about.
         setup: the conditions of the measurement, by name.
         columns: headings, with units.
-        rows: a cell for each column; None where nothing was measured.
+        rows: each has a cell for each column; None where nothing was measured.
         local: whether the table was read from the reader's own results; not stored in the file.
     """
 
@@ -43,7 +43,7 @@ class MeasuredTable(BaseModel):
     local: bool = Field(default=False, exclude=True)
 
     def save(self, results: Path) -> Path:
-        """Write the file below a folder of results and return its path."""
+        """Write the table's file below a folder of results and return its path."""
         return write_whole(results / TABLES / f"{self.name}.json", self.model_dump_json(indent=1) + "\n")
 
     def publish(self, results: Path, console: Console | None = None) -> None:
@@ -60,7 +60,7 @@ class MeasuredTable(BaseModel):
 
 
 def show(cell: Cell) -> str:
-    """Format a cell. A float has three significant digits, or no decimals from 100 on."""
+    """Format a cell. A float has up to three significant digits, and no decimals from 100 on. None is a dash."""
     if cell is None:
         return "–"
     if isinstance(cell, float):
@@ -69,7 +69,7 @@ def show(cell: Cell) -> str:
 
 
 def newest_table(name: str, results: Path) -> MeasuredTable | None:
-    """Return the newest table with a name below a folder of results; None if it was not measured."""
+    """Return the newest table called `name` below a folder of results; None if there is none."""
     return next((table for table in load_tables(results) if table.name == name), None)
 
 

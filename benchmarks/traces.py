@@ -13,7 +13,7 @@ from anyio import TASK_STATUS_IGNORED
 from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 
-LONGEST_S = 3600  # of a run's trace: the most that `GET /trace` records
+LONGEST_S = 3600  # length of a trace; `GET /trace` records no longer one
 LINGER_S = 0.3  # wait for the run's last events: servers send recorded events ten times a second
 
 
@@ -49,7 +49,7 @@ async def _record(
     *,
     task_status: TaskStatus[None] = TASK_STATUS_IGNORED,
 ) -> None:
-    """Copy a server's trace into a file until the server ends it.
+    """Copy a server's trace into a file until the server ends the trace.
 
     Raises:
         OSError: the server has no traces, or refuses.

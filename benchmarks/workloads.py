@@ -53,13 +53,13 @@ class Workload:
 
     Attributes:
         requests: the number of requests.
-        prompts: lengths of prompts, and the share of the requests that draws from each; shares sum to 1.
-        new_tokens: tokens asked for; every request generates exactly as many (`ignore_eos`).
+        prompts: pairs of a share of the requests and the lengths of their prompts; the shares sum to 1.
+        new_tokens: tokens asked for. A server that knows `ignore_eos` generates exactly as many.
         arrivals: the pattern of send times.
         rate: requests per second before scaling; None where the pattern has no rate.
         shared_prefix: tokens that every prompt begins with, in addition to `prompts`.
-        turns: requests of one conversation. The prompt of each is the prompt before, its answer, and tokens of its
-            own, as many as `prompts` says.
+        turns: the number of requests of a conversation. Each prompt has the prompt before it, the answer to that
+            prompt, and new tokens, as many as `prompts` says.
         shows: the effect that the workload was made to show.
         phase: number of the phase whose gain over the previous phase this workload shows; 0 if it was made for no
             phase.
@@ -92,7 +92,8 @@ class Workload:
         return self.shared_prefix + self.turns * (own + self.new_tokens.high)
 
     def count(self, *, quick: bool) -> int:
-        """Return the number of requests. A quick run sends a quarter, but at least four if there are four."""
+        """Return the number of requests. A quick run sends a quarter of them, but at least four (or all, if there
+        are fewer)."""
         return max(min(self.requests, 4), self.requests // 4) if quick else self.requests
 
 
@@ -115,12 +116,13 @@ class PlannedRequest:
     """One request to send.
 
     Attributes:
-        send_at_s: seconds after the run's start; meaningless for the sequential pattern.
+        send_at_s: seconds after the run's start. The sequential pattern and requests with `follows` ignore it.
         prompt: token ids, or text.
         prompt_tokens: length of the prompt (of a text: as our tokenizer counts).
-        max_tokens: tokens to generate.
-        follows: index of the request before it in a conversation. This request is sent when that answer ends.
-            `prompt` has the new tokens only; `prompt_tokens` also counts the earlier prompt and answer.
+        max_tokens: the most tokens to generate.
+        follows: index of the request before this one in a conversation; None: there is none. This request is sent
+            when the answer to that request has ended. `prompt` has the new tokens only; `prompt_tokens` also counts
+            the earlier prompts and answers.
     """
 
     index: int
@@ -223,8 +225,9 @@ def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.R
 def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
     """Draw a Poisson process, given that `count` requests come in `count / rate` seconds.
 
-    The gaps are exponential, all stretched by one factor that makes their mean exact. Without that, forty-eight
-    requests would come up to a third too fast or too slow, depending on the seed.
+    The gaps, including the gap after the last request, are exponential. All are stretched by one factor that makes
+    their mean exact. Without this factor, forty-eight requests would come up to a third too fast or too slow,
+    depending on the seed.
     """
     gaps = [rng.expovariate(1.0) for _ in range(count)]
     stretch = count / (rate * sum(gaps))
@@ -249,7 +252,7 @@ def build(
     quick: bool = False,
     text: bool = False,
 ) -> list[PlannedRequest]:
-    """Build the requests of a workload, in the order they are sent.
+    """Build the requests of a workload, in the order of their `index`.
 
     Args:
         workload: a kind of traffic, from `workloads.toml`.
@@ -258,6 +261,9 @@ def build(
         factor: arrival rates are multiplied by this; the pattern stays the same.
         quick: whether to build a quarter of the requests (`Workload.count`).
         text: whether prompts are text instead of token ids.
+
+    Raises:
+        ValueError: the workload has chats, and the model has no chat template.
     """
     if workload.chats is None:
         plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
@@ -322,7 +328,7 @@ def _times_of(workload: Workload, count: int, seed: int, factor: float) -> list[
 
 
 def _draw_prompt_lengths(workload: Workload, count: int, rng: random.Random) -> list[int]:
-    """Draw prompt lengths in random order. Each entry of `workload.prompts` gets exactly its share of requests."""
+    """Draw prompt lengths in random order. Each entry of `workload.prompts` gets its share of requests, rounded."""
     drawn: list[int] = []
     due = 0.0
     for share, lengths in workload.prompts:

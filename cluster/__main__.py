@@ -1,7 +1,7 @@
 """`python -m cluster --phase 7 --replicas 2`, or `infer cluster …`: replicas of a phase behind one address.
 
-The exit codes are those of a phase's own command: 0 after a signal, 1 if serving could not begin, 2 for wrong
-options.
+The exit codes are those of a phase's own command: 0 after a signal, 1 after a second one or if serving could
+not begin, 2 for wrong options.
 """
 
 from __future__ import annotations

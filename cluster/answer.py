@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the answer is an error so far. After a 503, another replica may still accept the request."""
+        """Whether the status so far is an error. After a 503, another replica may still accept the request."""
         return self._head is not None and self._head.status >= ERROR
 
     @property
@@ -87,7 +87,7 @@ class Answer:
     async def fail(self, error: ApiError) -> None:
         """End the answer with an error.
 
-        If the stream has begun, send the error event of each choice that has not ended, then the stream's last
+        If a stream has begun, send the error event of each choice that has not ended, then the stream's last
         event. The replica supplied these events when the stream began.
         """
         if not self.begun:

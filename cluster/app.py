@@ -43,6 +43,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
     Raises:
         ValueError: an option is unknown, or its value is invalid.
+        StartupError: there is no such phase.
     """
     try:
         return application(read_mapping(args))

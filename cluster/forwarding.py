@@ -117,10 +117,10 @@ def replica_lost() -> ApiError:
 
 
 def read_keys(path: str, body: bytes) -> tuple[int, ...]:
-    """Return the keys of a request's prompt; none if the body is invalid, since the replica will refuse it.
+    """Return the keys of a request's first prompt; () if its route has no prompts or its body is invalid.
 
     A conversation's keys are computed from its messages or items as they were sent, because its next turn begins
-    with the same ones.
+    with the same messages or items.
     """
     if path not in GENERATING:
         return ()
@@ -137,7 +137,7 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
         return ()
 
 
-#: Most parts of an answer that may wait for the front. If as many wait, the app's `send` blocks.
+#: Most parts of an answer that may wait for the front. If so many wait, the app's `send` blocks.
 MOST_READY = 16
 
 

@@ -64,7 +64,8 @@ BUSY = {"queue_full", "shutting_down", "engine_stuck"}
 #: Error code of a dead engine. This request may have killed it, so only one other replica gets it.
 DEAD = "engine_dead"
 
-#: Routes that are answered 503 while the cluster drains, as by a single server. Others still report its state.
+#: Routes that are answered 503 while the cluster drains, as by a single server. Other routes still report the
+#: cluster's state.
 REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
 
 #: Most connections of clients. Requests that are too many for an engine are refused by the engine itself.
@@ -144,7 +145,7 @@ class Front:
     # ------------------------------------------------------------------ the end (asked by the command)
 
     async def stop_accepting(self) -> None:  # async, to run on the event loop, where bodies are read
-        """From now on, refuse new requests, and requests whose body is still coming: the cluster shuts down."""
+        """Begin to refuse new requests to `REFUSED_WHILE_DRAINING`, and requests whose body is still coming."""
         self._draining = True
         self._bodies.give_up()
 
@@ -178,7 +179,7 @@ class Front:
             self._answers.discard(answer)
 
     async def _read(self, request: Request) -> Forwarded:
-        """Read a request. A body that is not JSON is left unread: the replica refuses or ignores it.
+        """Read a request. A body whose content type is not JSON is left unread: the replica does not need it.
 
         Raises:
             ApiError: as `Bodies.read_json`.
@@ -200,7 +201,7 @@ class Front:
         )
 
     async def _reply(self, request: Forwarded, answer: Answer) -> None:
-        """Send the answer of one replica, or one merged from the answers of all replicas."""
+        """Send the answer of one replica or, on some routes, an answer merged from the answers of all replicas."""
         if request.path == HEALTH:
             replies = await self._probe(request)
             head, body = health(replies, wanted=self._wanted, known=self._known, draining=self._draining)
@@ -234,8 +235,8 @@ class Front:
     async def _try_one(self, request: Forwarded, answer: Answer, tried: list[str]) -> bool:
         """Forward the answer of one replica, and add its name to `tried`.
 
-        Returns True once the answer is sent, or False if the replica is busy and was not asked before. Its refusal
-        is then held back.
+        Returns True once the answer is sent, or False if the replica is busy and was not asked before. The
+        replica's refusal is then held back.
 
         Raises:
             ApiError: no replica took the request within `wait_s`.
@@ -261,11 +262,11 @@ class Front:
     async def _probe(self, request: Forwarded) -> dict[str, Whole]:
         """Return the replicas' answers to `/health`, at most `HEALTH_AGE_S` seconds old.
 
-        Replicas that are busy answer late. If probes keep coming, they are answered from the last answers, and the
+        A busy replica answers late. If probes keep coming, they are answered from the last answers, and the
         replicas are asked anew meanwhile.
 
         Raises:
-            ApiError: there is no replica.
+            ApiError: as `_ask_all`.
         """
         if request.method != "GET":
             return await self._ask_all(request, HEALTH_WAIT_S)
@@ -285,10 +286,10 @@ class Front:
         return self._probed[1]
 
     async def _ask_all(self, request: Forwarded, wait_s: float) -> dict[str, Whole]:
-        """Return the answers of all replicas that are not lost, by name.
+        """Return the answers of all replicas that could answer, by name.
 
         Raises:
-            ApiError: there is no replica.
+            ApiError: no replica has answered, or some take longer than `wait_s`.
         """
         async with no_longer_than(wait_s):
             replies = await self._replicas.broadcast("whole", request).results_async(return_exceptions=True)

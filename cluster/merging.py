@@ -31,7 +31,7 @@ def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
 
 
 def health(replies: Mapping[str, Whole], *, wanted: int, known: Collection[str], draining: bool) -> Whole:
-    """Return the answer to `/health`: 200 while a replica lives.
+    """Return the answer to `/health`: 200 if a replica lives and none refuses the request.
 
     Args:
         replies: the answers, by replica; replicas that did not answer are missing.

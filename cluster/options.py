@@ -134,7 +134,7 @@ def _default_phase() -> str:
 
 
 def _phase_of(argv: Sequence[str]) -> str:
-    """Return the phase that the flags name. The other flags depend on it."""
+    """Return the phase that the flags name, or the default phase. The phase decides which other flags exist."""
     for flag, following in zip(argv, [*argv[1:], None], strict=True):
         name, equals, value = flag.partition("=")
         if name == "--phase":

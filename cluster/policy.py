@@ -11,8 +11,8 @@ load of a replica = waiting / seats + max(active / seats, KV use)
   prefix           b, if it holds more of the prompt than a, and 1.5 is at most 0.25 + margin; else a
 ```
 
-A request count would say less: an engine whose few requests have filled its memory is busier than one whose many
-requests are short.
+A request count would say less: an engine whose few requests have filled its memory is busier than an engine whose
+many requests are short.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Load:
     """The load that an engine reports.
 
     Attributes:
-        seats: sequences it computes together.
+        seats: sequences that the engine computes together.
         active: requests that hold KV memory.
         waiting: requests in its queue.
         queue_room: how many more requests it accepts, for its free seats and its queue.
@@ -109,7 +109,7 @@ class LoadTable:
             self._in_flight[replica] -= 1
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget all replicas but these."""
+        """Forget all replicas except `replicas`."""
         tables: tuple[dict[str, Any], ...] = (self._reported, self._in_flight, self._counted, self._numbers)
         for table in tables:
             for gone in table.keys() - set(replicas):
@@ -128,7 +128,10 @@ class LoadTable:
 
 
 class Policy(ABC):
-    """Chooses among replicas. The same seed and the same calls give the same choices."""
+    """Chooses among replicas. A full replica is chosen only if all are full.
+
+    The same seed and the same calls give the same choices.
+    """
 
     name: str
 
@@ -141,7 +144,7 @@ class Policy(ABC):
 
         Args:
             keys: keys of the prompt's beginning (`prefix_keys`).
-            loads: loads of the replicas to choose among, at least one. Full ones are chosen only if all are full.
+            loads: loads of the replicas to choose among, at least one.
         """
 
     def forget(self, replica: str) -> None:  # noqa: B027 - most remember nothing
@@ -156,7 +159,7 @@ class Policy(ABC):
 
 
 class Random(Policy):
-    """Chooses a random replica that is not full: the baseline for the other policies."""
+    """Chooses a random replica: the baseline for the other policies."""
 
     name = "random"
 
@@ -165,7 +168,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """Chooses replicas in turn, in the order of their names, and skips full ones."""
+    """Chooses replicas in turn, in the order of their names."""
 
     name = "round_robin"
 
@@ -180,7 +183,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """Chooses the least loaded replica. Full ones come last."""
+    """Chooses the replica with the smallest load, or a random one of several with this load."""
 
     name = "least_loaded"
 
@@ -189,10 +192,11 @@ class LeastLoaded(Policy):
 
 
 class Prefix(Policy):
-    """Chooses the replica that was sent the longest beginning of the prompt before, so its cache may hold it.
+    """Chooses the replica that was sent the longest beginning of the prompt, and so may have it in its cache.
 
-    That is a guess: the replica may have evicted those blocks, and then they are computed again. SGLang's router
-    and Ray's do the same with trees of text; here it is a table of hashes with a bounded number of entries.
+    That is a guess: the replica may have evicted the blocks, and then they are computed again. Among replicas that
+    were sent equally long beginnings, the least loaded one is chosen. SGLang's router and Ray's keep the texts in
+    trees; here a table of hashes has a bounded number of entries.
 
     Args:
         margin: in batches. A replica whose load exceeds the least load by more than this is not considered.
@@ -223,7 +227,7 @@ POLICIES: dict[str, type[Policy]] = {each.name: each for each in (Prefix, LeastL
 
 
 def _with_room(loads: Mapping[str, Load]) -> list[str]:
-    """Return the replicas that are not full; all of them if every one is."""
+    """Return the replicas that are not full; all replicas if all are full."""
     return [name for name, load in loads.items() if not load.is_full] or list(loads)
 
 
@@ -231,15 +235,16 @@ def _with_room(loads: Mapping[str, Load]) -> list[str]:
 
 
 def prefix_keys(prompt: bytes, salt: bytes = b"", *, block_bytes: int = BLOCK_BYTES) -> list[int]:
-    """Return a key for each whole block of a prompt: a hash of the prompt up to that block's end.
+    """Return a key for each of a prompt's first `MAX_BLOCKS` whole blocks: a hash of the prompt to the block's end.
 
     ```text
     prompt   You are a friendly │ assistant. User: W │ hat is a ra
     keys     h(salt, block 0)     h(key 0, block 1)    none: the block is not whole
     ```
 
-    Prompts share as many keys as they share whole blocks at their beginnings. Different blocks have the
-    same key with probability 2⁻⁶⁴. That is harmless: the replica's cache compares token ids.
+    Two prompts with the same salt share a key for each whole block that they share from the beginning, up to
+    `MAX_BLOCKS`. Different beginnings have the same key with probability 2⁻⁶⁴. That is harmless: the replica's
+    cache compares token ids.
     """
     keys: list[int] = []
     digest = hashlib.blake2b(salt, digest_size=8).digest()
@@ -250,7 +255,7 @@ def prefix_keys(prompt: bytes, salt: bytes = b"", *, block_bytes: int = BLOCK_BY
 
 
 class HolderTable:
-    """A table of the replicas that each key of a prompt was sent to. Least recently used keys are forgotten first.
+    """Records to which replicas prompts with each key were sent. The least recently used keys are forgotten first.
 
     Args:
         capacity: the largest number of pairs of a key and a replica.
@@ -267,7 +272,7 @@ class HolderTable:
     def longest(self, keys: Iterable[int], replicas: Collection[str]) -> list[str]:
         """Return the replicas among `replicas` that were sent the longest beginning of `keys`.
 
-        If none of them was sent the first key, returns all of them.
+        If no replica was sent the first key, returns all replicas.
         """
         best = list(replicas)
         for key in keys:

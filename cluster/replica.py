@@ -106,7 +106,7 @@ class Replica:
     # ------------------------------------------------------------------ called by Serve
 
     def check_health(self) -> None:
-        """Check that this replica still computes. Serve replaces it if this raises.
+        """Check that this replica still computes. If the check raises, Serve replaces the replica.
 
         Raises:
             ApiError, EngineDeadError, RuntimeError: nothing will be computed here any more.

@@ -1,13 +1,13 @@
-"""The tokens that a request may sample at all: `allowed_token_ids` and `bad_words`.
+"""Limits on the tokens that a request may sample: its `allowed_token_ids` and `bad_words`.
 
 ```text
 bad_words = ["fox"]      fox  ->  8 · 9     9 is not sampled after 8
                         _fox  ->  7         7 is never sampled
 ```
 
-As in vLLM, a word is forbidden both with and without a space before it. Only the tokens that the tokenizer makes of
-the word are forbidden, so a model may still spell the word with other tokens. (vLLM forbids the form with a space
-only if it has as many tokens as the other form.)
+As in vLLM, a word is forbidden both with and without a space before it. Only the token sequence that the tokenizer
+makes of the word is forbidden, so a model may still spell the word with other tokens. (vLLM forbids the form with a
+space only if this form has as many tokens as the form without.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AllowedTokens:
         forbidden: token sequences. The last token of a sequence is not allowed directly after its other tokens.
 
     Attributes:
-        context: number of generated tokens that the next token's mask depends on.
+        context: how many of the latest generated tokens the next token's mask depends on, at most.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AllowedTokens:
     def of(
         cls, tokenizer: Tokenizer, allowed: Collection[int] | None, bad_words: Sequence[str]
     ) -> AllowedTokens | None:
-        """Return the tokens that `allowed_token_ids` and `bad_words` of a request allow; None if they allow all."""
+        """Return the tokens that a request's `allowed_token_ids` and `bad_words` allow; None if it has neither."""
         if allowed is None and not bad_words:
             return None
         spelled = [tokens for word in bad_words for tokens in spellings(tokenizer, word)]
@@ -91,8 +91,8 @@ def without_tokens(mask: Mask, token_ids: Iterable[int]) -> Mask:
 def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
     """Return the token lists that spell a word: without a space before it, and with one.
 
-    The second list is left out if it ends with the first: forbidding the first then forbids both. Returns no list
-    if the tokenizer drops all characters of the word.
+    The second list is left out if it ends with the first: forbidding the first then forbids both. Returns an empty
+    list if the tokenizer drops all characters of the word.
     """
     alone, inside = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
     if not alone:  # a tokenizer may drop characters

@@ -73,7 +73,8 @@ class EngineBuilder(Generic[ConfigT]):
 
         Raises:
             ValueError: `model` is given without `tokenizer`.
-            StartupError: the model cannot be loaded, an option exceeds the model's limits, or memory is short.
+            StartupError: the model cannot be loaded, an option does not fit the model or the device, or memory is
+                short.
         """
         engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
         warm_up(engine.runner, engine.scheduler)
@@ -133,12 +134,14 @@ def _resolve(config: ConfigT, model_limit: int) -> ConfigT:
 
 
 def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, Tokenizer]:
-    """Load a checkpoint's model and tokenizer, and set the sizes in the options that depend on the device.
+    """Load a checkpoint's model and tokenizer. Returns the options with sizes for the device, and both.
 
-    The rotary tables end at `max_seq_len`. Memory is checked before the weights are read, since reading takes long.
+    The model's rotary tables end at `max_seq_len`. Memory is checked before the weights are read, since reading
+    takes long.
 
     Raises:
-        StartupError: memory is short, or the device cannot compute with the weights.
+        StartupError: there is no such device, memory is short, the checkpoint cannot be read, or the device cannot
+            compute with its weights.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
@@ -188,10 +191,10 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
 
 
 def _run_every_kind_of_pass(model: CausalLM) -> None:
-    """Run a forward pass of each kind, so that no request waits for kernels to be compiled on first use.
+    """Run a forward pass of each kind now. Otherwise the first requests would wait for its kernels to be compiled.
 
-    On a GPU a kernel is compiled when it is first launched. If a decoding sequence is longer than `SPLIT_COLUMNS`
-    tokens, attention splits it and uses other kernels.
+    On a GPU a kernel is compiled when it is first launched. The third pass has a decoding sequence of more than
+    `SPLIT_COLUMNS` tokens, if the model can have so many: attention splits such a sequence, by kernels of its own.
     """
     columns = min(model.max_positions, SPLIT_COLUMNS + 16)
     prompt = min(8, columns - 1)

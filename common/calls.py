@@ -6,8 +6,8 @@ functions ──┬─> chat template: `tools`, if it knows tools         ─┐
             └─> `ToolUse.grammar`: text, or calls that follow their schemas ──> masks of the next token
 ```
 
-A call is written in the syntax of the model's dialect (`common.dialect`), around arguments in JSON. In the grammar,
-the schema of the arguments stands between the fixed texts of that syntax.
+A call is written in the syntax of the model's dialect (`common.dialect`). In the grammar of a call, the JSON Schema
+of its arguments usually stands between the fixed texts of that syntax. (In `pythonic`, each argument has one.)
 
 | syntax | one call | several |
 | --- | --- | --- |
@@ -44,8 +44,8 @@ class Function:
 
     Attributes:
         parameters: the JSON Schema of its arguments, which are an object.
-        strict: in every answer, the grammar makes the arguments follow the schema. If False, only where the request
-            requires a call.
+        strict: whether the grammar makes the arguments follow the schema in every answer. If False, it does so only
+            if the request requires a call.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Function:
 
 
 class Call(NamedTuple):
-    """A call in an earlier message.
+    """A call in an earlier message of the conversation.
 
-    `arguments` is an object. If the arguments' text is no JSON object (say, the model broke the call off), or one
-    that is nested too deeply or has half a surrogate pair, it is that text.
+    `arguments` is usually an object. But if their text is not a JSON object (say, the model broke the call off), is
+    nested too deeply, or has a lone surrogate (half of a UTF-16 pair), `arguments` is this text.
     """
 
     id: str
@@ -83,7 +83,7 @@ class Call(NamedTuple):
         return cls(call_id, name, value if isinstance(value, dict) else arguments)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form in which chat templates read it: an entry of OpenAI's `tool_calls`."""
+        """Return the call for chat templates: as in OpenAI's `tool_calls`, but `arguments` may be an object."""
         return {
             "id": self.id,
             "type": "function",
@@ -218,15 +218,16 @@ def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: boo
         dialect: the dialect of a model that writes thoughts.
         thinking: whether the prompt ends within the thought. If False, the thought is optional.
     """
-    dialect = dataclasses.replace(dialect, calls=dialect.calls or "hermes")  # there are no calls in it
+    dialect = dataclasses.replace(dialect, calls=dialect.calls or "hermes")  # any: the answer has no calls
     return Grammar.context_free(_Writer(ToolUse((), ()), dialect, thinking, schema).text_without_calls())
 
 
 class _Writer:
-    """Writes a grammar in llguidance's form of Lark. In it, a JSON Schema follows `%json`, and `<[7]>` is the token
-    with id 7.
+    """Writes a grammar in llguidance's form of Lark. In this form, a JSON Schema follows `%json`, and `<[7]>` is
+    the token with id 7.
 
-    Each private method returns an expression of the grammar. It matches the text that the method's name says.
+    Each private method returns an expression that matches the text in the method's name, and may add rules that the
+    expression needs.
 
     ```text
     start: thought (opening call (separator call){0,15} closing | free text)
@@ -246,7 +247,7 @@ class _Writer:
         self._rules: list[str] = ["%llguidance {}", r"ANY: /(.|\n)*/"]
 
     def text(self) -> str:
-        """Return the grammar of an answer: one or more calls, or other text if the request allows it."""
+        """Return the grammar of an answer: calls or, if the request allows it, text or JSON (`otherwise`)."""
         calls = [self._call(number, function) for number, function in enumerate(self._use.callable)]
         self._rules.append(f"call: {' | '.join(calls)}")
         answer = self._calls()
@@ -278,7 +279,7 @@ class _Writer:
         return f"{opening} call {more} {closing}"
 
     def _call(self, number: int, function: Function) -> str:
-        """Return an expression for one call of a function. It begins after the text that opens calls.
+        """Return an expression for one call of a function, without the opening marker or bracket before it.
 
         Args:
             number: the function's index, for unique names of rules.
@@ -358,7 +359,7 @@ class _Writer:
     # ------------------------------------------------------------------ text and thoughts
 
     def _text_and(self, marker: str) -> str:
-        """Return an expression for any text up to a marker, and the marker."""
+        """Return an expression for text that ends with a marker and contains it only there."""
         if marker in self._dialect.special:
             return f"{self._free_text()} {self._marker(marker)}"
         name = f"to_{marker.strip('</>')}"
@@ -366,7 +367,11 @@ class _Writer:
         return name
 
     def _free_text(self) -> str:
-        """Return an expression for text without calls that does not begin like a call."""
+        """Return an expression for an answer that is text, not calls.
+
+        If calls have no marker (all syntaxes but `hermes`), the text must not begin like a call, or like a thought
+        that could come before the text. If the marker of calls is a token, the text must not spell the marker.
+        """
         if self._syntax != "hermes":
             opening = {"llama3_json": r"\{", "pythonic": r"\[|```tool_code"}[self._syntax]
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
@@ -395,7 +400,7 @@ class _Writer:
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
 
-#: The keys of schemas whose arguments can be written as keywords. The last keys are descriptions only.
+#: Keys that a schema may have if its arguments are written as keywords. The keys in the last line only describe.
 _PLAIN_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     | {"title", "description", "$schema"}

@@ -1,7 +1,7 @@
 """A checkpoint's chat template: turns messages into the text format that the model was trained on.
 
-A template is a Jinja program that comes with the weights. It is rendered as `transformers` renders it, in a sandbox
-where it can read its variables only, and change nothing.
+A template is a Jinja program that comes with the weights. It is rendered as `transformers` renders it, in a
+sandbox: the program reads only its variables, and cannot change the objects in them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-#: Appended to the message that the model continues. If a template strips messages, the space at the end is removed.
+#: Appended to the message that the model continues. If its last space is missing, the template strips messages.
 _END = "\ue000the end of the last message\ue000 "
 
 
@@ -90,7 +90,7 @@ class ChatTemplate:
             ) from None
 
     def reads(self, variable: str) -> bool:
-        """Return whether the program reads a variable that it does not set itself."""
+        """Return whether the program reads the variable named `variable` and does not set it itself."""
         return variable in self._variables
 
     def render(
@@ -112,7 +112,7 @@ class ChatTemplate:
             tools: functions that the model may call, as OpenAI's field has them.
 
         Raises:
-            InvalidRequestError: the template rejects the messages, or changes the message to continue.
+            InvalidRequestError: the template rejects the messages, fails on them, or changes the last one.
         """
         messages = list(messages)
         last = messages[-1]["content"]
@@ -141,7 +141,7 @@ def _cut(text: str, last: str) -> str:
     """Cut a rendered conversation at the end of its last message.
 
     Args:
-        text: the conversation, rendered with `_END` after the last message.
+        text: the conversation, rendered with `_END` after the last message's content.
         last: the content of that message.
 
     Raises:
@@ -159,7 +159,10 @@ def _cut(text: str, last: str) -> str:
 
 
 def _default_of(templates: Any) -> str | None:
-    """Return the template in a config's `chat_template`: a text, or the one called `default` of several."""
+    """Return the template in a config's `chat_template`: the text, or the one called `default` of several.
+
+    Returns None if there is neither.
+    """
     if isinstance(templates, list):
         named = [each for each in templates if isinstance(each, dict)]
         templates = {each.get("name"): each.get("template") for each in named}

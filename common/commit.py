@@ -8,12 +8,13 @@ from kernels.draw import NOT_A_TOKEN
 
 
 def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
-    """Append a sampled token to its request. Returns the output: its text, and whether the request ends.
+    """Append a sampled token to its request. Returns the step's output for the request.
 
     Raises:
-        NaNLogitsError: `token_id` is `NOT_A_TOKEN`: no token could be sampled, since the logits were not numbers.
-        NoTokenLeftError: the same for a request with `allowed_token_ids` or `bad_words`, which may have forbidden
-            all tokens.
+        NaNLogitsError: `token_id` is `NOT_A_TOKEN`: no token could be sampled, since a logit was NaN, or all were
+            minus infinity.
+        NoTokenLeftError: `token_id` is `NOT_A_TOKEN`, and the request has `allowed_token_ids` or `bad_words`, which
+            may have forbidden all tokens.
         GrammarFailedError: the request's grammar does not accept the token, or has failed.
     """
     if token_id == NOT_A_TOKEN and request.allowed is not None:
@@ -66,7 +67,9 @@ def _why_it_ends(request: Request, token_id: int) -> FinishReason | None:
 def decode(
     request: Request, token_id: int, reason: FinishReason | None
 ) -> tuple[str, int, FinishReason | None]:
-    """Decode a token of an answer. A stop string ends the request, too, unless an EOS or stop token does.
+    """Decode a token of an answer, and look for stop strings.
+
+    If the text completes a stop string, the request ends for this reason, unless an EOS or stop token ends it.
 
     Args:
         request: the token's request. Only its detokenizer is changed.
@@ -98,7 +101,7 @@ def fail(request: Request, error: Exception) -> StepOutput:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Remove the tracebacks of an error and of its causes, and return the error. Log the error first.
+    """Remove the tracebacks of an error and of the errors that led to it, and return the error. Log them first.
 
     Requests, outputs and completions keep their error, and a traceback's frames would keep a pass's tensors alive.
     """
@@ -111,7 +114,7 @@ def without_frames(error: Exception) -> Exception:
 
 
 def terminal_output(request: Request) -> StepOutput:
-    """Return the last output of a request that ended without a token: it failed or was cancelled."""
+    """Return a terminal output without a token: the request's finish reason, error and token counts."""
     return StepOutput(
         request_id=request.request_id,
         token_id=None,

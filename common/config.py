@@ -91,7 +91,9 @@ class EngineConfig(BaseModel):
         return self.max_seq_len
 
     def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
-        """Return the options for a GPU. Sizes that were not given are the largest that fit into its memory.
+        """Return the options for a GPU. Sizes that were not given are set by what fits into its memory.
+
+        These sizes are `max_batch_size` and, from phase 6 on, `num_blocks`.
 
         `max_seq_len` must not be None.
 
@@ -121,8 +123,8 @@ class EngineConfig(BaseModel):
         return max(self.max_batch_size, GPU_SEATS)
 
     def with_chunk(self, tokens: int) -> Self:  # noqa: ARG002 - a phase without chunks has nothing to set
-        """Return the options with prefill chunks of `tokens` tokens. Returns `self` if the phase has no chunks or
-        their size was given."""
+        """Return the options with prefill chunks of `tokens` tokens. Returns `self` if prompts are not divided into
+        chunks, or if the size of chunks was given."""
         return self
 
     def kv_tokens(self) -> int:
@@ -133,7 +135,7 @@ class EngineConfig(BaseModel):
     def max_pass_tokens(self) -> int:
         """Return the most tokens of one forward pass: a full batch of the longest prompts.
 
-        Each token needs a place in the KV memory, so its size is a limit, too. `max_seq_len` must not be None.
+        Each token needs a place in the KV memory, whose size is a limit, too. `max_seq_len` must not be None.
         """
         assert self.max_seq_len is not None
         return min(self.max_batch_size * self.max_seq_len, self.kv_tokens())
@@ -143,7 +145,7 @@ class EngineConfig(BaseModel):
         return self.max_batch_size
 
     def captured_sizes(self) -> Sequence[int]:
-        """Return the number of rows of each CUDA graph that the engine captures; empty: it captures none."""
+        """Return the numbers of rows for which an engine on a GPU captures CUDA graphs; empty: it captures none."""
         return ()
 
     def kv_formula(self) -> str:
@@ -165,10 +167,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type to compute in. `auto` is the checkpoint's type, or float32 if the device only emulates that.
+    """Return the type to compute in. `auto` is the checkpoint's type, or float32 if the device only emulates it.
 
-    float16 does not replace bfloat16, though older GPUs have it. Its largest number is 65,504, and activations of
-    models that were trained in bfloat16 (Gemma 3) exceed that.
+    On older GPUs, which have float16 and no bfloat16, float16 does not replace bfloat16. The largest float16 number
+    is 65,504, and activations of models that were trained in bfloat16 (Gemma 3) exceed it.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
@@ -176,7 +178,8 @@ def resolve_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> t
 
 
 def _is_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a device has instructions for matrix products of `dtype` and torch uses them."""
+    """Return whether torch multiplies matrices of `dtype` by a device's own instructions. For float16 on a CPU, the
+    answer is always False."""
     if dtype != torch.bfloat16:
         return dtype == torch.float32 or device.type == "cuda"
     if device.type == "cuda":  # from compute capability 8.0 on, and on AMD's cards

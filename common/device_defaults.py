@@ -3,7 +3,7 @@
 | option | on a CPU | on a GPU |
 | --- | --- | --- |
 | `max_batch_size` | 8 | 256, or as many as fit; from phase 6 on, halved until the longest sequence fits |
-| `num_blocks` | 8 sequences at their longest | as many as fit into nine tenths of the free memory |
+| `num_blocks` | `max_batch_size` sequences at their longest | as many as fit into nine tenths of the free memory |
 | `prefill_chunk_size`, `prefill_token_budget` | 256 | the fewest tokens that saturate the GPU, measured |
 """
 
@@ -46,8 +46,8 @@ SIZES = ("max_batch_size", "num_blocks", "prefill_chunk_size", "prefill_token_bu
 def sized_for(
     config: ConfigT, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int
 ) -> ConfigT:
-    """Return the options. On a GPU, the batch size and the size of the KV memory, if they were not given, are the
-    largest that fit into its free memory.
+    """Return the options. On a GPU, the sizes of the batch and of the KV memory, if they were not given, are set by
+    what fits into `GPU_SHARE` of its free memory (see `EngineConfig.for_gpu`).
 
     Args:
         config: its `max_seq_len` must not be None.
@@ -65,9 +65,10 @@ def sized_for(
 
 
 def with_measured_chunk(config: ConfigT, model: CausalLM, cache: Path | None = None) -> ConfigT:
-    """Return the options with the size of the prefill chunk that saturates a GPU, if no size was given.
+    """Return the options. On a GPU, the size of prefill chunks, if it was not given, is the smallest that saturates
+    the GPU.
 
-    The measurement takes seconds. Its results are kept in a file.
+    Measuring this size takes seconds. The measured times are kept in a file, which later starts read.
 
     Args:
         config: its `max_seq_len` must not be None.
@@ -88,7 +89,7 @@ def with_measured_chunk(config: ConfigT, model: CausalLM, cache: Path | None = N
 def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: str) -> int:
     """Return the smallest chunk, in tokens, that saturates a GPU, by the times in a file.
 
-    If the file cannot be read, time the passes and write it.
+    If the file cannot be read, time the passes and write the file.
 
     Args:
         path: the file: a JSON object with the seconds of a pass by its number of tokens.
@@ -115,7 +116,7 @@ def measured_chunk(path: Path, pass_s: Callable[[int], float | None], device: st
 def saturating(seconds: Mapping[int, float]) -> int:
     """Return the smallest chunk, in tokens, that is computed at nearly the best rate (`SATURATED`).
 
-    `seconds`: the time of a pass by the size of its chunk. If it is empty, the smallest of `CHUNKS` is returned.
+    `seconds`: the time of a pass, by the size of its chunk. If `seconds` is empty, returns the first of `CHUNKS`.
     """
     best = max((size / each for size, each in seconds.items()), default=0.0)
     return next(
@@ -126,7 +127,7 @@ def saturating(seconds: Mapping[int, float]) -> int:
 def pass_s(model: CausalLM, tokens: int) -> float | None:
     """Return the seconds of a pass over a prompt of `tokens` tokens, the fastest of `TRIALS` passes.
 
-    Returns None if the model has fewer positions.
+    Returns None if the model has fewer than `tokens` positions.
     """
     if tokens > model.max_positions:
         return None
@@ -145,7 +146,8 @@ def pass_s(model: CausalLM, tokens: int) -> float | None:
 
 
 def log_sizes(given: EngineConfig, used: EngineConfig) -> None:
-    """Log the options `SIZES`, and for each whether it was given, was set for the device, or is the default."""
+    """Log the size of the KV memory, and the options in `SIZES` that the phase has. For each option, log whether it
+    was given, was set for the device, or is the default."""
     words = []
     for name in SIZES:
         if name in type(used).model_fields:

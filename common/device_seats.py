@@ -7,8 +7,8 @@ compares this record with the needs of the next step, and sends the difference:
 
 | sent | when |
 | --- | --- |
-| a length | after a pass with prompts or guesses, which does not advance lengths on the device |
-| parameters and `UNIFORMS` random numbers | a request is new at its seat, or its numbers are used up |
+| a length | the recorded length differs: passes with prompts or guesses advance no lengths on the device |
+| parameters and `UNIFORMS` random numbers | a request is new at its seat, or has used up its numbers |
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ UNIFORMS = 64
 
 
 class DeviceSeats:
-    """The state on a device of all seats (places in the batch), and the host's record of it.
+    """Holds the tensors on a device that decode steps read, with an entry for each seat (a place in the batch).
+
+    Also keeps the host's record of the device's `positions` and `settings`.
 
     Attributes:
-        state: the tensors on the device, with an entry for each seat. All work that samples writes `latest`. Only
-            decode steps and `apply` write the other tensors.
+        state: the tensors. Decode steps on a GPU write `latest` and `positions`, and `apply` writes `positions` and
+            `settings`. After all other passes, sampling or the host writes `latest`.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
@@ -43,8 +45,10 @@ class DeviceSeats:
         self.forget()
 
     def forget(self) -> None:
-        """Treat the device's state as unknown, since work that should have written it has failed. The next call of
-        `changes` returns the whole state of its seats."""
+        """Treat the device's state as unknown, since work that should have written it has failed.
+
+        At each seat's next step, `changes` returns its position and settings, even if they are as before.
+        """
         seats = len(self.state.latest)
         self._columns: list[int | None] = [None] * seats
         self._owners: list[Request | None] = [None] * seats
@@ -53,8 +57,8 @@ class DeviceSeats:
     def changes(self, shares: Sequence[PassShare], seats: Sequence[int]) -> list[Tensor]:
         """Return the changes of the device's state that a decode step needs: the arguments of `apply`, on the host.
 
-        Returns an empty list if nothing has to change. The step is recorded as done, so the caller must submit
-        `apply` with these arguments, and then the step.
+        Returns an empty list if nothing has to change. The host's record now counts the step as done. So the caller
+        must submit `apply` with these arguments, and then the step.
 
         Args:
             shares: the sequences of the step, each with its request and columns.
@@ -96,7 +100,8 @@ class DeviceSeats:
         return ()
 
     def _settings_of(self, request: Request, column: int) -> Sequence[float]:
-        """Return the seat's row of settings, with random numbers for the tokens drawn from `column` on."""
+        """Return a request's row of `settings`, with random numbers for the tokens drawn from `column` on. A greedy
+        request, which needs none, has zeros."""
         if request.params.greedy:
             return [*GREEDY, *[0.0] * UNIFORMS]
         *given, _ = settings_of(request, 0, self._vocab)

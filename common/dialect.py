@@ -21,8 +21,8 @@ HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 #: The token of Llama 3 before a call.
 PYTHON_TAG = "<|python_tag|>"
 
-#: Syntaxes of calls, each with texts. A template that contains all of the texts uses the syntax. The first match
-#: wins, so the most certain entries are first.
+#: Syntaxes of calls, each with texts. A template that contains all texts of an entry uses its syntax. The first
+#: such entry counts, so the most certain entries are first.
 _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("hermes", (HERMES_MARKERS[0], "arguments")),
     ("llama3_json", (PYTHON_TAG,)),
@@ -56,14 +56,15 @@ class Dialect:
     def of(
         cls, tokenizer: Tokenizer, calls: ToolCallParser = "auto", reasoning: ReasoningParser = "auto"
     ) -> Dialect:
-        """Return the dialect of a tokenizer's chat template. Without a template, it has no tools and no thoughts.
+        """Return the dialect of a tokenizer's chat template. Without a template, the dialect has no tools and no
+        thoughts.
 
         Args:
             tokenizer: the model's tokenizer.
             calls: the syntax of calls; `auto`: the one found in the template's text, else that of Hermes; None:
                 tools are refused.
-            reasoning: the form of thoughts; `auto`: `think` if the template has its markers; None: thoughts are
-                part of the answer.
+            reasoning: the form of thoughts; `auto`: `think` if the template has the marker that ends a thought;
+                None: thoughts are part of the answer.
         """
         template = tokenizer.chat_template
         if template is None:
@@ -82,6 +83,7 @@ class Dialect:
     def opens_thought(self, variables: Mapping[str, Any] | None = None) -> bool:
         """Return whether the chat template ends a prompt with the marker that opens a thought.
 
+        Returns False if the answers of this dialect have no thoughts, or if the template rejects a short message.
         `variables`: further variables of the template.
         """
         if not self.thinks or self.template is None:

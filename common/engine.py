@@ -10,7 +10,7 @@ scheduler   retire, make_room, admit, plan     integers: which request holds whi
 runner      release, execute                   tensors
 ```
 
-An engine does no I/O, starts no thread and does not use asyncio. The thread that owns it calls `step`.
+An engine knows nothing of sockets and asyncio. The thread that owns it calls `step`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Engine(EngineFront):
     """Takes requests and returns the outputs of each step. Not thread-safe: one thread owns it.
 
     Attributes:
-        watchers: functions that are called after each step; usually none.
-        plan_watchers: functions that are called with each step's plan before its passes run; usually none.
-        arrival_watchers: functions that are called with each request that is added; usually none.
+        watchers: functions that are called after each step (see `StepWatcher`).
+        plan_watchers: functions that are called with each step's plan before its passes run.
+        arrival_watchers: functions that are called with each request after it was added.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Engine(EngineFront):
         self.watchers: list[StepWatcher] = []
         self.plan_watchers: list[Callable[[StepPlan], None]] = []
         self.arrival_watchers: list[Callable[[Request], None]] = []
-        self._requests: dict[str, Request] = {}  # by id: requests without a terminal output
+        self._requests: dict[str, Request] = {}  # by id: see `live_requests`
         # A heap: each request's deadline on the engine's clock, and its order of arrival.
         self._deadlines: list[tuple[float, int, Request]] = []
         self._undelivered: list[StepOutput] = []  # outputs that the next completed step returns
@@ -140,13 +140,13 @@ class Engine(EngineFront):
         return True
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
-        """Cancel a request. Does nothing if it is done or unknown.
+        """Cancel a request. Does nothing if the request has ended or is unknown.
 
-        The next step returns its terminal output. Its memory is freed when the scheduler retires it.
+        The next step returns the request's terminal output. Its memory is freed when the scheduler retires it.
 
         Args:
             request_id: the request's id.
-            reason: the request's finish reason. It is `stop` if the process that makes the text has found a stop
+            reason: the request's finish reason: `stop` if another process makes the text and has found a stop
                 string.
         """
         request = self._requests.get(request_id)
@@ -157,8 +157,8 @@ class Engine(EngineFront):
     def abort_all(self, error: Exception) -> list[StepOutput]:
         """Abandon the steps in flight and fail every live request. Returns all outputs that were not delivered.
 
-        The next step, if there is one, frees the requests' memory. A request that finished in a step that raised
-        keeps its finish reason; its last token is lost.
+        After a step that raised, the requests' memory is freed now, else by the next step. A request that finished
+        in a step that raised keeps its finish reason; its last token is lost.
         """
         if self._interrupted:
             self._restore()
@@ -171,7 +171,8 @@ class Engine(EngineFront):
         return outputs
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Fail requests: queue a terminal output, to be delivered next, for each request that has none."""
+        """Queue a terminal output, to be delivered next, for each request that has none. Fail the requests that
+        have not ended."""
         ended = {output.request_id for output in self._undelivered if output.finished}
         for request in requests:
             if request.request_id not in ended:
@@ -179,9 +180,10 @@ class Engine(EngineFront):
                 self._undelivered.append(output)
 
     def _restore(self) -> None:
-        """Abandon the steps in flight and free all KV memory, shared prefixes included. Called after a step raised.
+        """Abandon the steps in flight and free all KV memory, shared prefixes included. Called after a step that
+        raised, whose bookkeeping may be half done.
 
-        That step's bookkeeping may be half done. If this method is interrupted, it may be called again.
+        If this method is interrupted, it may be called again.
         """
         self.runner.abandon()
         for request in (*self._requests.values(), *self.scheduler.active, *self.scheduler.waiting):
@@ -197,7 +199,7 @@ class Engine(EngineFront):
 
     @property
     def live_requests(self) -> Iterable[Request]:
-        """The requests that have no terminal output yet, in the order they were added."""
+        """The requests whose terminal output was not returned yet, in the order in which they were added."""
         return self._requests.values()
 
     def reset_prefix_cache(self) -> int:
@@ -213,12 +215,12 @@ class Engine(EngineFront):
 
     @property
     def _owes_outputs(self) -> bool:
-        """Whether the next step returns outputs even if it computes nothing."""
+        """Whether the next step may return outputs even if it computes nothing."""
         return bool(self._undelivered) or self._interrupted
 
     def next_wake(self) -> float | None:
-        """Return when to call `step` again, in seconds on the engine's clock. None: not before a request is added
-        or `resume` is called."""
+        """Return when to call `step` again, in seconds on the engine's clock. None: the engine is dead, or has no
+        work before a request is added or cancelled, or `resume` is called."""
         if self.dead is not None:
             return None
         now = self.clock()
@@ -235,7 +237,8 @@ class Engine(EngineFront):
         return wake is not None and wake <= self.clock()
 
     def wait(self) -> None:
-        """Begin a step. From phase 9 on, block until the tokens that the step commits first have been computed.
+        """Begin a step. From phase 9 on, block until the tokens are computed that the step must commit before it
+        plans, if there are any.
 
         `step` would block as well. But requests that are added between `wait` and `step` can be part of the plan.
         """
@@ -244,12 +247,12 @@ class Engine(EngineFront):
             self.runner.wait()
 
     def step(self) -> list[StepOutput]:
-        """Run one step. Returns its outputs. Each request gets exactly one terminal output.
+        """Run one step. Returns the outputs to deliver now. Each request gets exactly one terminal output.
 
         Raises:
-            EngineDeadError: this engine ended in an earlier step.
-            BaseException: an interrupt (Ctrl-C), or a bug in this code. The next step fails the requests that were
-                being computed, and computes the waiting ones.
+            EngineDeadError: this engine has ended before.
+            BaseException: an interrupt (Ctrl-C), or a bug in this code. The next step fails the requests that had
+                a seat, and computes the waiting ones.
         """
         if self.dead is not None:
             raise self.dead
@@ -314,7 +317,8 @@ class Engine(EngineFront):
             heapq.heapify(self._deadlines)
 
     def _plan(self, record: StepRecord) -> StepPlan:
-        """Free the memory of ended requests, admit waiting ones, and plan the step. If paused, only free memory."""
+        """Free the memory of ended requests, preempt, admit waiting requests, and plan the step. If the engine is
+        paused, only free memory."""
         scheduler, runner = self.scheduler, self.runner
         pool, counters = runner.pool, self.telemetry.counters
         runner.release(scheduler.retire())

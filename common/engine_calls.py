@@ -1,4 +1,4 @@
-"""The functions that run in the engine's thread, between two steps, for callers in other threads.
+"""Functions that run in the engine's thread, between two steps, for callers in other threads.
 
 Their arguments and results can be pickled: the caller may be in another process (`common.engine_process`).
 """
@@ -127,7 +127,7 @@ class EngineCalls:
     # ------------------------------------------------------------------ traces
 
     def trace_to(self, path: Path) -> None:
-        """Record a trace into a file until the thread ends. Raises StartupError: the file cannot be written."""
+        """Record a trace into a file until the thread ends. Raises StartupError: the file cannot be opened."""
         self._file = TraceFile(path)
         self._tracer.start(self._file)
 

@@ -61,9 +61,10 @@ class EngineFront(ABC):
 
     Attributes:
         dead: the error that ended the engine; None while it runs.
-        default_params: the default sampling parameters of requests, from the model's `generation_config.json`.
-        max_seq_len: the most tokens of one request, prompt and new ones.
-        paused: True from `Engine.pause` to `Engine.resume`. Until then, steps compute nothing new.
+        default_params: the default sampling parameters of requests: those of the model's `generation_config.json`,
+            if it is used.
+        max_seq_len: the most tokens of one request, prompt and new ones, if the KV memory allows as many.
+        paused: True from `Engine.pause` to `Engine.resume`. While it is True, steps compute nothing new.
     """
 
     def __init__(
@@ -114,9 +115,10 @@ class EngineFront(ABC):
 
     @abstractmethod
     def new_matcher(self, grammar: Grammar) -> Matcher:
-        """Check a grammar. Returns a matcher for one request.
+        """Check a grammar. Returns a matcher for one request. May block: see `GrammarCompiler.check`.
 
-        Raises: as `GrammarCompiler.new_matcher`.
+        Raises: as `GrammarCompiler.new_matcher`; EngineDeadError if compiling needs an engine's process that has
+            ended.
         """
 
     # ------------------------------------------------------------------ requests
@@ -134,27 +136,30 @@ class EngineFront(ABC):
         prediction: Sequence[int] = (),
         priority: int = 0,
     ) -> Request:
-        """Create a request after checking its prompt against this engine's limits. Any thread may call this.
+        """Create a request after checking its prompt and parameters against this engine's limits.
+
+        Any thread may call this, but not an event loop's thread if there is a grammar without a `matcher`. In this
+        case `new_matcher` is called, which may block.
 
         Args:
             prompt: text (the tokenizer adds its special tokens), or token ids (nothing is added).
             params: how to sample and when to end.
             request_id: unique among the live requests; generated if None.
             cache_salt: only requests with the same salt share cached prefixes.
-            group: requests of one group together get one fair share of the places in the batch. The choices of an
-                answer are a group. "": the request is alone in its group.
-            arrived_s: when the request reached the server, on the engine's clock. `request_timeout` counts from
-                then.
+            group: requests of one group together get one fair share of the seats (places in the batch). The choices
+                of one HTTP request are a group. "": the request is alone in its group.
+            arrived_s: when the request reached the server, on the engine's clock; None: when the engine adds it.
+                `request_timeout` counts from then.
             matcher: the matcher of `params.grammar`, if it was made before.
-            prediction: tokens that the answer is expected to have. Phase 10 guesses from them. They change the
-                speed, never the answer.
+            prediction: tokens that the answer is expected to have. Phase 10 guesses from them. A guess enters the
+                answer only if it equals the sampled token.
             priority: requests with a lower number go first.
 
         Raises:
             InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
             InvalidRequestError: prompt and `max_new_tokens` are too long, a parameter names an unknown token, no
-                token may be sampled, or this phase has no priorities.
-            InvalidGrammarError: `params.grammar` cannot be used.
+                token may be sampled, or `priority` is not 0 and this phase has no priorities.
+            InvalidGrammarError, ShuttingDownError, EngineDeadError: as `new_matcher`, if it is called.
         """
         new_tokens = params.max_new_tokens
         token_ids = self.tokenize(prompt, new_tokens) if isinstance(prompt, str) else list(prompt)
@@ -253,7 +258,7 @@ def _check_known(param: str, token_ids: Collection[int], vocab_size: int) -> Non
 def _allowed_tokens(
     tokenizer: Tokenizer, vocab_size: int, token_ids: tuple[int, ...] | None, bad_words: tuple[str, ...]
 ) -> AllowedTokens | None:
-    """Return the tokens that `allowed_token_ids` and `bad_words` of a request allow; None if they allow all.
+    """Return the tokens that a request's `allowed_token_ids` and `bad_words` allow; None if it has neither.
 
     Raises:
         InvalidRequestError: a token id is not in the vocabulary, or no token is allowed.

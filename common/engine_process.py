@@ -9,15 +9,15 @@ front: HTTP, tokens to text, SSE                           engine's process: an 
              <─ compiled: the number of a matcher ────────  compiling threads
 ```
 
-Each message is a pickled tuple, with its length before it, on a pair of sockets. A step sends two messages,
+Each message is a pickled tuple, with its length before it, on a pair of sockets. A step sends a few messages,
 whatever the number of its requests. The engine's process has no detokenizers: the front makes the text, finds stop
 strings, and then cancels the request. So the engine may compute a few tokens that no client gets.
 
 A thread of the front that needs a matcher waits until the engine's process has compiled the grammar. That process
-keeps the matcher until its request is submitted.
+keeps the matcher until the request that needs it is submitted, or will not come any more.
 
-If the engine's process ends, its requests fail and the engine is dead. If the front ends, in whatever way, its end
-of the sockets closes, and the engine's process ends at once.
+If the engine's process ends, its requests fail and the engine is dead. If the front ends, in whatever way, its
+socket closes, and the engine's process ends at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-#: Has the engine's process compile a grammar. Returns the matcher, and the processor time that it took, in seconds.
+#: Has the engine's process compile a grammar. Returns the matcher, and the seconds of processor time of compiling.
 CompileThere = Callable[[Grammar], tuple[RemoteMatcher, float]]
 
 
@@ -128,7 +128,7 @@ class RemoteEngine(EngineFront):
 class EngineProcess:
     """Builds an engine in a process of its own and runs it there. The methods are those of `EngineThread`.
 
-    After `start`, call them in the event loop's thread only, except for `compile`.
+    After `start`, call them in the event loop's thread only, except for `compile` and `join`.
 
     Args:
         make_engine: builds the engine. It is pickled: a function of a module, or a `functools.partial` of one.
@@ -151,7 +151,7 @@ class EngineProcess:
         self._stopping = False
 
     def build(self) -> RemoteEngine:
-        """Start the process and block until it has built its engine.
+        """Start the process and block until it has built its engine. Returns the front of this engine.
 
         Raises:
             StartupError: the engine cannot be built, or its process has ended.
@@ -256,7 +256,7 @@ class EngineProcess:
         self._ask(outcome, "compile", grammar, unused)
 
     def _ask(self, outcome: Future[Any], kind: str, *content: object) -> None:
-        """Send a message to the engine's process. Its answer will be the result or the error of `outcome`."""
+        """Send a message to the engine's process. The answer will be the result or the error of `outcome`."""
         if self.engine.dead is not None and not self.running:
             outcome.set_exception(self.engine.dead)
             return
@@ -357,7 +357,8 @@ class EngineProcess:
     ) -> StepOutput | None:
         """Return an output of the engine's process with its text. Arguments: the fields of `StepOutput`, in order.
 
-        Returns None if the request has ended in this process already, for example by a stop string.
+        Returns None if the request has ended in this process already, for example by a stop string. If the text
+        cannot be made, fails the request and returns its terminal output.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -379,7 +380,7 @@ class EngineProcess:
         return StepOutput(request_id, token_id, text, offset, ended, reason, *rest)
 
     def _fail_all(self) -> None:
-        """Fail all that waits for the engine's process, since it has ended without being told to."""
+        """Fail all requests and calls that wait for the engine's process, which has ended without being told to."""
         error = EngineDeadError(f"the engine's process {self._ending()}; restart the server")
         logger.error(error)
         self.engine.dead, self._began_s = error, None

@@ -92,8 +92,8 @@ class Facts(NamedTuple):
 
 
 class State(NamedTuple):
-    """The engine's state, sent to the HTTP process with each message but frames of the live view and compiled
-    grammars."""
+    """The engine's state. Each message to the HTTP process has it, except frames of the live view and answers to
+    `compile`."""
 
     taken: int = 0  # requests that have left the inbox since the start
     waiting: int = 0  # requests in the scheduler's queue
@@ -137,7 +137,7 @@ _output_values, _record_values, _counter_values = map(_getter, (StepOutput, Step
 
 
 def row(output: StepOutput) -> tuple[Any, ...]:
-    """Return the values of an output's fields."""
+    """Return the values of an output's fields, with an error that can be pickled."""
     if output.error is not None:
         output = replace(output, error=picklable(output.error))
     return _output_values(output)
@@ -152,7 +152,7 @@ def picklable(error: BaseException) -> Exception:
 
 
 def result_of(outcome: Future[Any]) -> tuple[Any, Exception | None]:
-    """Return a completed future's result, and None; or None, and its error."""
+    """Return the result of a completed future and None, or None and the future's error, which can be pickled."""
     error = outcome.exception()
     return (outcome.result(), None) if error is None else (None, picklable(error))
 
@@ -230,12 +230,12 @@ class ServingThread(EngineThread):
             self.submit(made)
 
     def _compile(self, number: int, grammar: Grammar, unused: Sequence[int]) -> None:
-        """Compile a grammar, which the HTTP process has checked, in another thread, and keep its matcher.
+        """Compile a grammar, which the HTTP process has checked, in another thread, and keep its matcher here.
 
         Args:
             number: the number of the new matcher.
             grammar: the grammar.
-            unused: numbers of matchers whose requests have come, or will not come.
+            unused: numbers of matchers whose requests have come, or will not come any more. They are dropped.
         """
         for each in unused:
             self._matchers.pop(each, None)

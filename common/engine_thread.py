@@ -24,14 +24,14 @@ that ends afterwards, and its pool of workers ends with it.
 | `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
 | a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.streams` |
 | lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.intake` |
-| `masks`, up to four | token masks of grammars | `common.mask_threads` |
+| `masks`, a few | token masks of grammars | `common.mask_threads` |
 | `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
 
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its
 own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.engine_server`).
 
-With more than two cores, the engine's threads are in a process of their own by default (`common.engine_process`).
-Then the event loop's process turns tokens into text and finds stop strings.
+If a server has more than two cores, its engine's threads are in a process of their own by default
+(`common.engine_process`). Then the event loop's process turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def queue_full(limit: int, count: int) -> QueueFullError:
 
 
 class EngineThread:
-    """Builds an engine and runs it in a thread of its own. Any thread may call the methods.
+    """Builds an engine and runs it in a thread of its own. Any thread may call the methods, but `start` needs a
+    running event loop.
 
     Args:
         make_engine: builds the engine, and may do so in another thread; called in the engine's thread.
@@ -92,13 +93,13 @@ class EngineThread:
         self._turn_began_s: float | None = None  # on the clock of `time.monotonic`; None: waits for work
 
     def build(self) -> Engine:
-        """Start the thread and block until it has built its engine. Raises any error of building it."""
+        """Start the thread and block until it has built its engine. Returns the engine. Raises as `engine`."""
         self._thread.start()
         return self.engine
 
     @property
     def engine(self) -> Engine:
-        """The engine. Blocks until it is built."""
+        """The engine. Blocks until it is built. Raises any error of building it."""
         return self._built.result()
 
     @property
@@ -201,7 +202,7 @@ class EngineThread:
                 self._hand_back(self.engine.abort_all(self.engine.dead))
 
     def _turn(self) -> bool:
-        """Wait for work, pass it to the engine and run a step. Returns whether the thread is to end."""
+        """Wait for work, pass it to the engine, and run a step if due. Returns whether the thread is to end."""
         with self._wakeup:
             self._wait_for_work()
         self._turn_began_s = time.monotonic()
@@ -232,7 +233,8 @@ class EngineThread:
         request is counted once.
 
         Returns:
-            The terminal outputs of requests that the engine refused, and of aborted ones.
+            The terminal outputs of requests that the engine refused and, after an abort, the outputs that were not
+            delivered before.
         """
         outputs: list[StepOutput] = []
         while self._arrived:

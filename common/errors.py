@@ -8,7 +8,7 @@ class StartupError(Exception):
 
 
 class InvalidRequestError(ValueError):
-    """This engine can never serve the request. `param` names the field at fault."""
+    """This engine cannot serve the request. `param` names the field at fault; None: no field is named."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class InvalidPromptError(InvalidRequestError):
 
 
 class InvalidGrammarError(InvalidRequestError):
-    """The grammar is malformed, matches no text, or is too expensive to compile."""
+    """The grammar cannot be used. For example, it is malformed, matches no text, or takes too much time."""
 
 
 class GrammarFailedError(RuntimeError):
@@ -32,7 +32,7 @@ class NoTokenLeftError(RuntimeError):
 
 
 class QueueFullError(RuntimeError):
-    """The queue of waiting requests is full. Try again later."""
+    """The queue of waiting requests has no room for the new requests. Try again later."""
 
 
 class RequestTimeoutError(RuntimeError):
@@ -44,12 +44,13 @@ class RequestTimeoutError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine ended, and the process must be restarted: the device's or the engine's state is unknown."""
+    """The engine ended, and the server must be restarted. The device's or the engine's state is unknown, or the
+    engine's process has ended."""
 
 
 class ShuttingDownError(RuntimeError):
-    """The server stopped before this request was finished."""
+    """The server is stopping, so this request is refused, or fails unfinished."""
 
 
 class NaNLogitsError(ArithmeticError):
-    """The model's logits for this request were not numbers."""
+    """The model's logits for this request hold a NaN, or are all minus infinity."""

@@ -7,8 +7,8 @@ Grammar ──compile──> Matcher ──mask──> a bit for each token: may
 ```
 
 A matcher's state depends only on the tokens it has advanced by. So its mask may be read any number of times, and a
-preemption between two tokens does not change it. The library llguidance computes the masks: its parser walks a
-grammar and a trie of the vocabulary together. Masks are computed in threads of their own (`common.mask_threads`).
+preemption between two tokens does not change the mask. The library llguidance computes the masks: its parser walks
+a grammar and a trie of the vocabulary together. Masks are computed in threads of their own (`common.mask_threads`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from common.grammar_trial import MaskBudget, OverBudgetError
 from common.mask_threads import MaskThreads, Work
 from common.text import Tokenizer
 
-#: The longest text of a grammar. The compiled grammar takes a hundred times as many bytes.
+#: The longest text of a grammar. The compiled grammar takes about a hundred times as many bytes.
 MAX_GRAMMAR_CHARACTERS = 65_536
 
 #: Number of verdicts that are cached: clients send the same few grammars again and again, valid or not.
@@ -84,8 +84,8 @@ class Grammar:
 
 
 class Matcher:
-    """One request's position in its grammar: advances by the tokens of the answer, and computes the masks of the
-    next token. Used by one thread.
+    """One request's position in its grammar: advances by the tokens of the answer, and computes the mask of the
+    next token. Used by one thread at a time.
 
     Attributes:
         words: number of 32-bit words in a mask.
@@ -125,11 +125,14 @@ class Matcher:
         """Correct guesses of the next tokens. Returns the new guesses, and whether they are forced tokens.
 
         Forced tokens spell text that the grammar requires next. If there are any, and `guesses` do not begin with
-        them, return the forced tokens, `limit` at most. Otherwise return the `guesses` before the first guess that
-        the grammar does not allow.
+        these, return the forced tokens. Otherwise return the `guesses` before the first guess that the grammar does
+        not allow.
 
-        Each guess needs a mask. There are no more guesses than masks that fit into one token's share of the budget,
-        so guesses at most double the processor time of masks.
+        At most `limit` guesses are returned. Each guess needs a mask. So if the time of the latest mask is known,
+        there are also no more guesses than masks that fit into one token's share of the budget.
+
+        Raises:
+            GrammarFailedError: as `mask`.
         """
         forced = self.forced()
         if self._mask_s > 0.0:
@@ -140,8 +143,8 @@ class Matcher:
         return guesses[: self._backend.validate_tokens(guesses)], False
 
     def forced(self) -> list[int]:
-        """Return tokens that spell the text that the grammar requires next. A model may spell this text with other
-        tokens."""
+        """Return tokens that spell the text that the grammar requires next; [] if it requires none. A model may
+        spell this text with other tokens. Raises as `mask`."""
         self._wait()
         return self._backend.compute_ff_tokens()
 
@@ -172,7 +175,8 @@ class Matcher:
         """Advance the state by the next token.
 
         Raises:
-            GrammarFailedError: the token is not allowed here, or the matcher has failed.
+            GrammarFailedError: the token is not allowed here, the grammar has exceeded its limits or its budget of
+                processor time, or it has failed before.
         """
         mask_s = self._wait()
         began_s = time.thread_time()
@@ -199,7 +203,11 @@ class Matcher:
             raise self._backend_error()
 
     def _wait(self) -> float:
-        """Block until the mask is computed, if it was started. Returns its processor time in seconds."""
+        """Block until the mask is computed. Returns its processor time in seconds; 0 if no mask was started.
+
+        Raises:
+            GrammarFailedError: as `mask`.
+        """
         if self._failure is not None:
             raise GrammarFailedError(self._failure)
         filling = self._filling
@@ -228,8 +236,8 @@ class Matcher:
 
 
 def without(mask: Mask, held_back: Collection[int]) -> Mask:
-    """Return a mask [words] in which the tokens `held_back` are not allowed. If the mask allows no other token,
-    return it as it is."""
+    """Return a mask [words] in which the tokens `held_back` are not allowed. If `mask` allows no tokens except
+    these, return it as it is."""
     if not held_back:
         return mask
     others = without_tokens(mask, held_back)
@@ -237,11 +245,11 @@ def without(mask: Mask, held_back: Collection[int]) -> Mask:
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. Any thread may call it; each matcher is used by one thread.
+    """Makes matchers for one tokenizer. Any thread may call the methods.
 
-    A grammar is tried once (`common.grammar_trial`), and the verdict is cached. It is then compiled again for each
-    matcher: copies of a compiled grammar share the lexer, its lock and its limits, so one answer could block or
-    fail others.
+    A grammar is first tried in another process (`common.grammar_trial`), and the verdict is cached. The grammar is
+    then compiled again for each matcher. Copies of a compiled grammar would share the lexer, its lock and its
+    limits, so one answer could block or fail others.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -259,7 +267,7 @@ class GrammarCompiler:
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the beginning of its text.
 
-        Raises: as `check`, which it calls first.
+        Raises: as `check`, which is called first, and `compile`.
         """
         self.check(grammar)
         return self.compile(grammar)
@@ -267,12 +275,13 @@ class GrammarCompiler:
     def check(self, grammar: Grammar) -> None:
         """Raise an error if a grammar cannot be used. A grammar without a cached verdict is tried first.
 
-        A trial compiles the grammar and generates some tokens, in another process. Blocks until it has ended.
-        Grammars are tried one at a time.
+        A trial compiles the grammar and generates some tokens, in another process. Blocks until the trial has
+        ended. Grammars are tried one at a time.
 
         Raises:
-            InvalidGrammarError: the grammar is malformed, too large or too slow, or matches no text.
-            ShuttingDownError: `close` was called before the grammar was tried.
+            InvalidGrammarError: the grammar is malformed, too large or too slow, or matches no text. Or the model's
+                tokenizer allows no grammars, or the trial was ended from outside.
+            ShuttingDownError: `close` was called before the grammar had been tried.
         """
         if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidGrammarError(
@@ -319,7 +328,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the running trial, and try no more grammars. Existing matchers still work.
 
-        Any thread may call this, any number of times. It does not block.
+        Any thread may call this, any number of times. Does not wait for the end of the trial.
         """
         self._trial.close()
 
@@ -340,11 +349,12 @@ class GrammarCompiler:
 
 
 class Verdict(NamedTuple):
-    """The result of a grammar's trial.
+    """Says whether a grammar may be used, and how long compiling it takes.
 
     Attributes:
         reason: why the grammar is refused; None: it may be used.
-        compile_s: processor time of compiling it, in seconds; None: this process has not compiled it yet.
+        compile_s: processor time of the latest compilation for a matcher, in seconds; 0 if the grammar is refused;
+            None: the grammar was tried, but not compiled for a matcher yet.
     """
 
     reason: str | None
@@ -379,7 +389,8 @@ class _Verdicts:
 
 
 class _Trial:
-    """Runs the process of `grammar_trial`: starts it for the first grammar, and again after a grammar killed it."""
+    """Runs the process of `grammar_trial`: starts the process for the first grammar, and again for the next grammar
+    if the process has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -395,7 +406,7 @@ class _Trial:
             options: the arguments of llguidance's tokenizer; always the same.
 
         Raises:
-            InvalidGrammarError: the process was killed from outside, so the grammar may be valid.
+            InvalidGrammarError: the process was killed from outside, so the trial has no result.
             ShuttingDownError: `close` has been called.
         """
         with self._lock:

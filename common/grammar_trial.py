@@ -44,7 +44,7 @@ WHITESPACE = r" |\n[ \t]{0,20}"
 #: Number of random answers whose masks are timed, and number of tokens of each.
 WALKS, WALK_TOKENS = 2, 32
 
-#: Tokens drawn at each step of a random answer. The longest is taken, since it leads furthest into the grammar.
+#: Tokens drawn at each step of a random answer. The longest one is taken, which leads furthest into the grammar.
 WALK_DRAWS = 8
 
 
@@ -55,8 +55,9 @@ class OverBudgetError(ValueError):
 class MaskBudget:
     """Bounds the processor time that an answer's grammar takes: for each token, computing a mask and advancing.
 
-    It is a token bucket. Each token of the answer adds `mean_s` seconds to `left_s` and subtracts the time that it
-    took. `left_s` is at most `BURST_S`.
+    The budget is a token bucket. Each token of the answer adds `mean_s` seconds to `left_s` and subtracts the time
+    that the token took. `left_s` is at most `BURST_S`.
+
     Masks of ordinary grammars take 0.02 to 0.6 ms for a vocabulary of 1,024, and up to 2.5 ms for 52,000.
 
     Args:
@@ -138,7 +139,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
         kind, text: as in `common.grammar.Grammar`.
 
     Raises:
-        ValueError: the grammar is malformed, or matches no text.
+        ValueError: the grammar is malformed, exceeds `limits`, or matches no text.
     """
     if kind == "json_schema":
         source = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
@@ -195,7 +196,8 @@ def _reason(message: str) -> str:
 
 
 def _try(tokenizer: llguidance.LLTokenizer, kind: str, text: str, verdicts: list[str | None]) -> None:
-    """Try a grammar, and append to `verdicts` why it is refused, or None. Appends nothing on any other error."""
+    """Try a grammar, and append to `verdicts` why it is refused, or None. An error other than ValueError is raised,
+    and nothing appended."""
     try:
         matcher = compile_grammar(tokenizer, kind, text)
         for seed in range(WALKS):

@@ -5,8 +5,9 @@ buckets for 24 seats     1   2   4   8   16   24
 a pass of 5 rows                     └── rows 0 1 2 3 4 and three copies of row 0; results 0 to 4 are returned
 ```
 
-Graphs whose results have the same shapes write them to the same buffers, which have a row for each seat. So work
-that reads the results must be submitted before the next graph is launched.
+Graphs write their results to buffers, which have as many rows as the largest graph. Graphs share their buffers if
+their results have the same shapes, apart from the rows. So work that reads the results must be submitted before the
+next graph is launched.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kernels.tape import Function
 
 logger = logging.getLogger(__name__)
 
-#: Rows of the largest graph. The host has time to launch the kernels of a wider pass one by one.
+#: Most rows of a graph. The kernels of a pass with more rows run so long that the host can launch them one by one.
 MOST_ROWS = 512
 BUCKETS = (1, 2, 4, 8, *range(16, 256, 16), *range(256, MOST_ROWS + 1, 32))
 
@@ -38,7 +39,7 @@ def graph_sizes(sequences: int) -> list[int]:
 
 
 class Captured(Protocol):
-    """A captured function."""
+    """A captured function: a graph that can be launched again and again."""
 
     def set(self, inputs: Sequence[Tensor]) -> None:
         """Set the values of the captured inputs for the replays from now on."""
@@ -77,7 +78,7 @@ class CudaGraph:
 
 
 class Graphs:
-    """Captures a function once for each number of rows, and replays the captured graph from then on.
+    """Captures functions, each once for each number of rows, and replays the captured graphs from then on.
 
     Args:
         sizes: numbers of rows that graphs may have, smallest first; empty: nothing is captured.
@@ -85,7 +86,8 @@ class Graphs:
         to_device: copies an input to the device of the functions.
 
     Attributes:
-        failed: keys and sizes whose capture failed. Their rows run in the next larger graph, or without a graph.
+        failed: keys and sizes whose capture failed. Rows that would run in such a graph run in the next larger one,
+            or without a graph.
     """
 
     def __init__(self, sizes: Sequence[int], capture: Capture, to_device: Callable[[Tensor], Tensor]) -> None:
@@ -111,8 +113,8 @@ class Graphs:
     def run(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run `function(*inputs)` by the smallest graph that has room for the rows of the inputs.
 
-        The first run of a graph calls the function and captures it. If all graphs are too small, the function is
-        only called. A captured graph's inputs are copied to the device only if they differ from its latest inputs.
+        The first run of a graph calls the function and captures it. If no graph has room, the function is only
+        called. A captured graph's inputs are copied to the device only if they differ from its latest inputs.
 
         Args:
             key: names the function. Functions with equal keys must compute the same: the graph of one of them is
@@ -143,8 +145,8 @@ class Graphs:
         return tuple(result[:rows] for result in results)
 
     def _buffers_for(self, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return buffers with a row for each seat: those of another key whose results have the same shapes and
-        types, or else new ones."""
+        """Return buffers for results, with as many rows as the largest graph. They are those of another key if its
+        results have the same types and, apart from the rows, the same shapes. Otherwise they are new."""
         fit = [(each.shape[1:], each.dtype) for each in results]
         for buffers in self._results.values():
             if [(each.shape[1:], each.dtype) for each in buffers] == fit:

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: configurations, and the index of its weights."""
+"""Reads a checkpoint's JSON files: its configurations, and the index of its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.errors import StartupError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a checkpoint's folder. StartupError: it is unreadable, or not an object."""
+    """Read a checkpoint's JSON file. StartupError: the file is missing, unreadable, or holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

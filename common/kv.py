@@ -27,12 +27,12 @@ from kernels.transfer import to_device
 
 
 class KVCapacityError(ValueError):
-    """A pass would write outside the columns that its sequence owns."""
+    """The spans of a pass do not fit the columns that its sequences own: see `KVPool.view`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of one token's keys and values. `group`: query heads that share a KV head."""
+    """The shape and type of one token's keys and values. `group`: number of query heads that share a KV head."""
 
     num_layers: int
     num_kv_heads: int
@@ -62,15 +62,15 @@ class KVShape:
 
 
 def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of KV memory for `tokens` tokens: 2 × layers × kv_heads × head_dim × itemsize for each."""
+    """Return the bytes of KV memory for `tokens` tokens: 2 × layers × kv_heads × head_dim × itemsize a token."""
     return KVShape.of(config, dtype).bytes_per_token * tokens
 
 
 class Span(NamedTuple):
     """The columns `start` to `end` (exclusive) of one sequence, which a pass computes.
 
-    `length` is the number of columns that hold a token of the sequence once the pass has succeeded: less than `end`
-    if the pass also computes padding.
+    `length` is the number of columns that hold a token of the sequence once the pass has succeeded. It is less than
+    `end` if the pass also computes padding or guesses.
     """
 
     slot: int
@@ -90,7 +90,7 @@ class SchedulerPool(Protocol):
         """See `KVPool.reserve`."""
 
     def reserve_spare(self, request: Request, tokens: int, kept: int) -> int:
-        """Reserve up to `tokens` columns in all if about `kept` others stay free. Returns how many are usable.
+        """Reserve up to `tokens` columns in all if about `kept` columns stay free. Returns how many may be used.
 
         See `KVPool.reserve_spare`.
         """
@@ -110,8 +110,9 @@ class KVPool(ABC):
 
     The stores are written by the pass that uses a view, and by nothing else. (A pool that shares blocks reads
     them between two steps.) Keys and values of a sequence that has left stay until the next owner of its columns
-    writes over them. A mask would not protect that owner from a NaN among them, since 0 × NaN is NaN. So
-    attention never reads a column past the last one that the pass computes for a sequence.
+    writes over them. If one of these old values is NaN, hiding its column by a weight of 0 would not help the next
+    owner, since 0 × NaN is NaN. So attention never reads a column past the last one that the pass computes for a
+    sequence.
 
     Attributes:
         k, v: the stores, [blocks, block_size, kv_heads, head_dim] for each layer.
@@ -130,7 +131,7 @@ class KVPool(ABC):
 
     @abstractmethod
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Reserve columns until `request` has `tokens` of them, and a slot if it has none.
+        """Reserve columns until `request` has at least `tokens` of them, and a slot if it has none.
 
         Returns False, and changes nothing, if too little memory is free. A pool with a prefix cache evicts unused
         blocks first (`phase8_prefix.cache`).
@@ -141,7 +142,7 @@ class KVPool(ABC):
 
         Args:
             request: the request; it has memory.
-            tokens: how many columns it wants in all, more than it has tokens.
+            tokens: how many columns the request wants in all, more than it has tokens.
             kept: about how many columns must stay free. If fewer would, the request gets only the columns that are
                 left in its last block.
 
@@ -154,7 +155,7 @@ class KVPool(ABC):
         return tokens if self.reserve(request, tokens) else held
 
     def cost(self, request: Request, tokens: int) -> int:  # noqa: ARG002 - alike for all if nothing is shared
-        """Return how many free columns `reserve` would take for `tokens` tokens of a request without memory."""
+        """Return how many free columns `reserve` would take for `tokens` tokens of a request that has no memory."""
         return -(-tokens // self.block_size) * self.block_size
 
     def free_token_capacity(self) -> int | None:
@@ -162,7 +163,8 @@ class KVPool(ABC):
         return None
 
     def match_prefix(self, request: Request) -> None:  # noqa: B027 - a pool that shares nothing has nothing to do
-        """Find the longest prefix of a new request that is in memory, and begin its prefill after that prefix."""
+        """Search the prefix cache for the longest prefix of a new request, and let its prefill begin after that
+        prefix. Does nothing in a pool without a prefix cache."""
 
     # ------------------------------------------------------------------ for the runner
 
@@ -174,10 +176,11 @@ class KVPool(ABC):
     @property
     @abstractmethod
     def block_tables(self) -> Tensor:
-        """[seats, N] int64, on the host: the physical blocks of every seat's sequence, in column order.
+        """[seats, N] int64, on the host: row s has the physical blocks of seat s's sequence, for its columns (token
+        positions) from 0 on. N is the most blocks of one sequence.
 
-        Written when blocks are allocated, so that no pass has to build a table. Entries past a sequence's own
-        blocks are ids of any existing blocks.
+        Written when a sequence gets blocks, so that no pass has to build a table. Entries after a sequence's last
+        block are ids of any existing blocks.
         """
 
     def device_tables(self) -> Tensor:
@@ -196,8 +199,9 @@ class KVPool(ABC):
         """Return the addresses of one pass over `spans`, in that order.
 
         Raises:
-            KVCapacityError: a span lies outside its slot's capacity, leaves a gap after the columns already
-                held, or a slot appears twice. Unchecked, it would write over another sequence's columns.
+            KVCapacityError: a span is empty, lies outside its slot's capacity, or leaves a gap after the columns
+                that hold a token, or a slot appears twice. Unchecked, a pass could write over another sequence's
+                columns.
         """
         _check(self, spans)
         layout = AttentionLayout(
@@ -217,7 +221,7 @@ class KVPool(ABC):
         """Return the view of a pass over one token of each sequence, from tensors that are on the device.
 
         A pass that is captured with this view may be replayed after the values of `rows` and of the block tables
-        have changed. Nothing is checked, since `view` was called for the same pass and has checked it.
+        have changed. No spans are checked, since `view` was called for the same pass and has checked them.
         """
         tables, heads_kv = self.device_tables(), self.shape.num_kv_heads
         return KVView(self, AttentionLayout.of_decode(rows, tables, self.block_size, heads_kv))
@@ -228,7 +232,10 @@ class KVPool(ABC):
             self._lengths[span.slot] = span.length
 
     def register_prefix(self, request: Request, columns: int) -> None:  # noqa: B027 - as `match_prefix`
-        """Let other requests share the first `columns` columns of a request, which have been computed."""
+        """Let other requests share the full blocks of a request's first `columns` columns, which were computed.
+
+        Does nothing in a pool without a prefix cache.
+        """
 
     def release(self, request: Request) -> None:
         """Free all memory of `request`; a request that holds none is left alone."""
@@ -244,14 +251,15 @@ class KVPool(ABC):
 
     @abstractmethod
     def max_request_tokens(self) -> int | None:
-        """Return how many tokens one request can ever hold here; None: the pool sets no limit of its own."""
+        """Return the most tokens that one request can ever hold here; None: the pool sets no limit of its own."""
 
     def reset_prefix_cache(self) -> int:
         """Free the cached blocks that no sequence uses. Returns their number."""
         return 0
 
     def audit(self, holders: Iterable[Request]) -> int:
-        """Free leaked memory: slots, or blocks, that no request of `holders` holds. Returns how many leaked."""
+        """Free leaked memory: slots that no request of `holders` holds and, from phase 6 on, blocks in no block
+        table. Returns how many slots and blocks have leaked."""
         leaked = set(self._lengths) - {request.slot for request in holders if request.slot is not None}
         for slot in leaked:
             self._free(slot)
@@ -274,16 +282,20 @@ class KVPool(ABC):
 
     @abstractmethod
     def block_table(self, slot: int) -> Sequence[int]:
-        """Return the physical blocks of `slot` in column order. Raises KeyError if the slot is not in use."""
+        """Return the physical blocks of `slot`, for its columns (token positions) from 0 on.
+
+        Raises:
+            KeyError: the slot is not in use.
+        """
 
     @property
     @abstractmethod
     def reserved_tokens(self) -> int:
-        """Columns set aside for the sequences that hold memory now."""
+        """Number of columns that are set aside for sequences."""
 
     @property
     def used_tokens(self) -> int:
-        """Columns that hold a token now."""
+        """Number of columns that hold a token of a sequence which has memory now."""
         return sum(self._lengths.values())
 
     @property
@@ -319,10 +331,10 @@ class KVView:
         return self.layout.positions
 
     def send(self, *hosts: Tensor) -> list[Tensor]:
-        """Return the pass's tensors on the pool's device. On a CPU, these are the given tensors.
+        """Return tensors of the pass on the pool's device. On a CPU, these are the given tensors.
 
-        On a GPU they are copied, together with this view's own indices in one transfer. The host does not wait for
-        it.
+        On a GPU the tensors are copied together with this view's indices, in one transfer. The host does not wait
+        for this transfer.
         """
         if self._pool.device.type == "cpu":
             return list(hosts)
@@ -339,7 +351,7 @@ class KVView:
             q: [T, Hq, D] queries, rotated.
             k, v: [T, Hkv, D] this pass's keys (rotated) and values.
             scale: factor on the scores.
-            window: columns a query sees at most, its own included; None: all.
+            window: the most columns that a query sees, its own included; None: all up to its own.
 
         Returns:
             [T, Hq, D].
@@ -376,11 +388,11 @@ class KVView:
         return written_attention(q, k_store, v_store, self.layout, scale=scale, window=window)
 
     def advance(self) -> None:
-        """Set the sequences' new lengths. Called once the whole pass has succeeded; by phase 9 when it is launched.
+        """Set the sequences' new lengths. Called after the pass; from phase 9 on, when the pass is launched.
 
-        Until then the pass has written only beyond the lengths, so a failed pass leaves the pool as it was. (Phase
-        4's idle rows write over their own last column, and their results are dropped.) After a failed pass of phase
-        9, `Runner.rewind` sets the lengths back.
+        A pass writes only columns beyond the old lengths. So if it fails before this call, the sequences are as
+        before. (Phase 4's idle rows write over their own last column, and their results are dropped.) If it fails
+        after this call, `Runner.rewind` sets the lengths back (phase 9).
         """
         self._pool.advance(self._spans)
 

@@ -26,13 +26,13 @@ Conversation = Sequence[Message]
 
 @dataclass(slots=True)
 class Completion:
-    """The answer to one prompt, or the error that ended it.
+    """The answer to one prompt. If the request failed, `error` says why, and the answer may be incomplete.
 
     Attributes:
         token_ids: the generated tokens, including an EOS or stop token that ended the answer.
         logprobs: one entry for each of `token_ids`; None unless `SamplingParams.logprobs` asked for them.
         prompt_logprobs: one entry for each token of the prompt but the first; None unless
-            `SamplingParams.prompt_logprobs` asked for them.
+            `SamplingParams.prompt_logprobs` asked for them. None also if the request ended before its first token.
     """
 
     prompt: Prompt
@@ -46,7 +46,7 @@ class Completion:
     completion_tokens: int = 0
 
     def add(self, output: StepOutput) -> None:
-        """Append the output of one step of the engine."""
+        """Add an output of the engine: a token with its text, or the end of the answer, or both."""
         self.text += output.text_delta
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
@@ -60,7 +60,7 @@ class Completion:
 
 
 class LLM:
-    """Offline generation with one phase's engine (the latest phase if none is named).
+    """Generates texts with one phase's engine, without a server. If no phase is named, the last phase is used.
 
     ```python
     llm = LLM("zoo:llama-tiny", phase="static", dtype="float32")
@@ -75,7 +75,7 @@ class LLM:
     slow each other down.
 
     Raises:
-        StartupError: the phase, an option or an option's value does not exist, or the model cannot be loaded.
+        StartupError: there is no such phase or option, a value is invalid, or the model cannot be loaded.
     """
 
     def __init__(self, model: str, *, phase: int | str | None = None, **options: Any) -> None:
@@ -92,16 +92,19 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt. Returns the answers in the order of the prompts.
 
+        If a request fails after its start, its answer has the `error`, and the others go on.
+
         Args:
-            prompts: texts or token ids, any number of them: they queue here, not in the engine. One text, or one
-                list of token ids, is one prompt.
-            params: sampling parameters for all prompts, or a list with those of each; None: `default_params`.
+            prompts: texts or token ids, any number of prompts: those that find the engine's queue full wait here.
+                One text, or one list of token ids, is one prompt.
+            params: sampling parameters for all prompts, or one for each prompt; None: `default_params`.
             progress: draw a progress bar if stdout is a terminal.
 
         Raises:
-            InvalidRequestError: a prompt is empty or too long. Nothing has run.
+            InvalidRequestError: a prompt or its parameters cannot be served (see `create_request`): for example,
+                the prompt is empty or too long. Nothing has run.
             ValueError: the numbers of params and of prompts differ.
-            RuntimeError: the engine is paused.
+            RuntimeError: the engine is paused, or has ended (`EngineDeadError`).
         """
         if self.engine.paused:
             raise RuntimeError("the engine is paused: call llm.engine.resume() first")
@@ -125,7 +128,8 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The sampling parameters of calls without `params`: those of the model's `generation_config.json`."""
+        """The sampling parameters of calls without `params`: from the model's `generation_config.json`, unless the
+        option `generation_config` is `none`."""
         return self.engine.default_params
 
     def chat(
@@ -141,14 +145,15 @@ class LLM:
 
         Args:
             messages: conversations, or a single one. Each is a list of messages with a `role` and a `content`,
-                both text. The model's chat template turns it into a text, which is the answer's `prompt`.
+                both text. The model's chat template turns a conversation into a text, which becomes the `prompt`
+                of the answer.
             params, progress: as for `generate`.
             continue_final_message: the model continues the last message instead of answering it.
             chat_template_kwargs: variables for the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: the model has no chat template, the template refuses a conversation, or a prompt is
-                too long. Nothing has run.
+            InvalidRequestError: the model has no chat template, a conversation is empty or not of text, the
+                template refuses a conversation, or as `generate`. Nothing has run.
             ValueError, RuntimeError: as `generate`.
         """
         tokenizer = self.engine.tokenizer
@@ -169,14 +174,15 @@ class LLM:
         ]
         prompts = [
             self.engine.tokenize(text, add_special_tokens=False) for text in texts
-        ]  # the template has them
+        ]  # the template has written them
         completions = self.generate(prompts, params, progress=progress)
         for completion, text in zip(completions, texts, strict=True):
             completion.prompt = text
         return completions
 
     def _clear(self) -> None:
-        """Fail requests that an interrupted call left in the engine: the next call must not get their outputs."""
+        """Fail all requests in the engine. An interrupted call leaves some, and the next call must not get their
+        outputs."""
         self.engine.abort_all(RuntimeError("generation was interrupted"))
 
     def _run(self, requests: Sequence[Request], completions: Sequence[Completion], *, progress: bool) -> None:
@@ -199,7 +205,7 @@ class LLM:
             pending.popleft()
 
     def _wait(self) -> None:
-        """Sleep until the engine has work (a static batch waits a moment to fill)."""
+        """Sleep until the engine's next step is due (in phase 4, a batch waits a moment to fill)."""
         wake = self.engine.next_wake()
         if wake is not None:
             time.sleep(max(0.0, wake - self.engine.clock()))
@@ -212,13 +218,13 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return conversations as a list, a single one as a list of one."""
+    """Return conversations as a list, a single conversation as a list of one."""
     single = len(messages) > 0 and isinstance(messages[0], Mapping)
     return cast(list[Conversation], [messages] if single else list(messages))
 
 
 def _checked(conversation: Conversation) -> Conversation:
-    """Return a conversation that a template can read. InvalidRequestError: it is empty, or not of text."""
+    """Check a conversation and return it. InvalidRequestError: it is empty, or a role or content is not a text."""
     if not conversation:
         raise InvalidRequestError("a conversation needs a message", param="messages")
     for number, message in enumerate(conversation):

@@ -5,9 +5,9 @@ engine's thread   [commit token 7][plan][ forward pass of token 8 ......... ][wa
 mask thread                  [ mask of token 8 ... ]
 ```
 
-The native call that computes a mask releases the interpreter's lock, so the two run in parallel. It cannot be
-interrupted. A mask that takes too long is given up instead: its request no longer waits, its thread ends after the
-call, and a new thread replaces that thread.
+The native call that computes a mask releases the interpreter's lock, so the two threads run in parallel. The call
+cannot be interrupted. So a mask that takes too long is given up: its request no longer waits, its thread ends after
+the call, and a new thread replaces that thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-#: Number of threads: masks that are computed at the same time.
+#: Number of threads that compute masks, besides threads whose mask was given up.
 MASK_THREADS = min(4, os.cpu_count() or 1)
 
 #: While a thread waits for a mask: seconds from one check of the mask's processor time to the next.
@@ -31,8 +31,9 @@ class Work:
     """A function that a thread calls once.
 
     Attributes:
-        error: the function's exception; None if it returned, or has not ended.
-        processor_s: seconds of processor time that the function took, or had taken when `wait` returned False.
+        error: the function's exception; None if the function returned, or has not ended.
+        processor_s: seconds of processor time (see `_own_clock`) that the function took, or had taken when `wait`
+            returned False.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -46,7 +47,7 @@ class Work:
         self._given_up = False
 
     def run(self) -> bool:
-        """Call the function. Returns False if the work was given up during the call."""
+        """Call the function and keep its exception, if it raises one. Returns False if the work was given up."""
         assert self._function is not None
         clock, began_s = _own_clock(), time.thread_time()
         self._began_s = clock()
@@ -72,14 +73,14 @@ class Work:
         return True
 
     def give_up(self) -> bool:
-        """Mark the work as given up. Returns False if it has ended already."""
+        """Mark the work as given up, unless it has ended. Returns whether it was marked."""
         with self._lock:
             self._given_up = not self._ended.is_set()
             return self._given_up
 
 
 def _own_clock() -> Callable[[], float]:
-    """Return a clock of the calling thread's processor time. Other systems than Linux get a wall clock."""
+    """Return a clock of the calling thread's processor time. On other systems than Linux, return a wall clock."""
     if sys.platform != "linux":
         return time.monotonic
     clock_id = time.pthread_getcpuclockid(threading.get_ident())
@@ -104,7 +105,8 @@ class MaskThreads:
         return work
 
     def give_up(self, work: Work) -> None:
-        """Give up work that takes too long, and start another thread for the work queued behind it."""
+        """Give up work that takes too long, and start another thread for the queued work. Does nothing if the work
+        has ended."""
         if work.give_up():
             self._start_thread()
 

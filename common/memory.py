@@ -1,4 +1,4 @@
-"""Checks that an engine fits into memory, before its weights are read.
+"""Estimates the memory that an engine takes, and checks that so much is free before the weights are read.
 
 ```text
 weights + KV cache + activations of the widest pass + logits and sampling + captured graphs  <=  free memory
@@ -30,12 +30,13 @@ from kernels.paged_attention import SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
-#: Logits and the tensors of sampling: float32 copies, sorted indices (int64), float64 sums. Measured with every
-#: filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a temperature alone.
+#: Bytes of a logit and of its share of sampling's tensors: float32 copies, sorted indices (int64), float64 sums.
+#: Measured with every filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a
+#: temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
-#: The same on a GPU with Triton, where kernels draw without a sort (`kernels.draw`). With biases, penalties, masks
-#: and log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are the logits, of 2
-#: to 4 bytes, and the sums of searches, of 60 KB a row.
+#: The same bytes on a GPU with Triton, where kernels draw without a sort (`kernels.draw`). With biases, penalties,
+#: masks and log-probabilities, tensors of 20 bytes a logit exist at once. With filters only, there are the logits,
+#: of 2 to 4 bytes, and the sums of searches, of 60 KB a row.
 DRAWN_BYTES_PER_LOGIT = 24
 #: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
 #: 110 MB, whatever the pass.
@@ -72,7 +73,7 @@ def estimate_memory(
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
     per_token = _activation_bytes_per_token(model, dtype, device)
     per_logit = DRAWN_BYTES_PER_LOGIT if kernels_on(device) == "triton" else SAMPLING_BYTES_PER_LOGIT
-    # Graphs share the scratch memory of the largest, and a buffer to which they copy the logits.
+    # Graphs share the scratch memory of the largest graph, and a buffer to which they copy the logits.
     graphs = 0
     if device.type == "cuda":
         # Partial results of a decoding sequence's splits, in float32 (kernels.paged_attention), in one layer.
@@ -119,8 +120,8 @@ def check_memory(
 
     Args:
         config, model, dtype, device, weights: as for `estimate_memory`.
-        read: bytes of the weights as they are read: more than `weights` if they are quantized afterwards; 0 if they
-            are loaded already.
+        read: bytes of the weights as they are read, which are more than `weights` if the weights are quantized
+            afterwards; 0 if they are loaded already.
 
     Raises:
         StartupError: the engine needs more memory than is free.
@@ -178,13 +179,14 @@ _VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
 def control_group_room(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process may still allocate within its Linux control groups (a container's limit).
 
-    Each group around the process has its own limit, and the tightest counts.
+    Each group around the process has its own limit, and the group with the least left decides.
 
     Args:
         root: the folder that holds `proc` and `sys`.
 
     Returns:
-        None where no group sets a limit, or there are no control groups.
+        The bytes; None if there is no limit, or no group's files can be read. (Without a limit, version 1 of
+        control groups writes a huge number. Then the result is huge, too.)
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -207,7 +209,10 @@ def control_group_room(root: Path = Path("/")) -> int | None:
 
 
 def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
-    """Return a group's limit minus its usage. Reclaimable file pages do not count as used. None: no limit."""
+    """Return a group's limit minus its usage, at least 0; None if the group has no limit or cannot be read.
+
+    Reclaimable file pages do not count as used.
+    """
     try:
         limit = (group / files.limit).read_text().strip()
         usage = int((group / files.usage).read_text())
@@ -226,10 +231,11 @@ def format_bytes(count: int) -> str:
 
 
 def return_freed_memory() -> None:
-    """Return memory that this process has freed to the operating system. Works with the GNU C library only.
+    """Give memory that this process has freed back to the operating system. Works with the GNU C library only.
 
     That library's allocator keeps the memory of many small objects. Two megabytes of text become 600 MB of the
-    tokenizer's objects, and without this call the process stays that large. Takes milliseconds, in any thread.
+    tokenizer's objects, and without this call the process stays that large. The call takes milliseconds. Any
+    thread may make it.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -248,7 +254,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def freeze_objects() -> None:
-    """Exclude the objects that exist by now from garbage collection.
+    """Collect garbage once, then exclude all remaining objects from later garbage collections.
 
     These objects live as long as the server. A collection that scans them takes 0.1 to 0.2 s, in which no step is
     planned and no client gets a token.
@@ -258,7 +264,7 @@ def freeze_objects() -> None:
 
 
 def freeze() -> None:
-    """Exclude the objects that exist by now from garbage collection, without collecting first."""
+    """Exclude all objects that exist now from later garbage collections, without collecting first."""
     gc.freeze()
     # At exit the interpreter does not destroy frozen objects, and libraries complain about objects that are left.
     atexit.register(gc.unfreeze)

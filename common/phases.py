@@ -1,7 +1,7 @@
 """Finds phases by name or number. `common` itself names no phase.
 
 A package `phaseN_idea` beside `common` is a phase by its name alone. A package of another project registers itself
-by an entry point of the group `infer.phases`.
+by an entry point of the group `infer.phases`; its name must have the same form.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def phase_number(module: str) -> int:
 
 def find_phase(name: int | str) -> PhasePackage:
     """Return a phase by its number (`4`, `"4"`), its module name (`phase4_static`), or a unique part of that name.
+
+    A phase that is not registered is found by its full module name only.
 
     Raises:
         StartupError: no phase, or more than one, matches.

@@ -1,8 +1,9 @@
 """Log-probabilities of a prompt's own tokens, for requests with `prompt_logprobs`.
 
-The pass that computes keys and values of a prompt has a state for each of its tokens. The head turns the state of
-token i into log-probabilities of token i + 1. Sampling needs the last state only. Here all states are needed, a few
-at a time: for a prompt of 8,000 tokens and a vocabulary of 128,000, all logits at once would take 4 GB.
+The pass that computes keys and values of a prompt has a hidden state for each of the prompt's tokens. The model's
+head turns the state of token i into log-probabilities of token i + 1. Sampling needs the last state only. Here the
+other states go through the head, too, a few at a time: for a prompt of 8,000 tokens and a vocabulary of 128,000,
+all logits at once would take 4 GB.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ROWS = 64  # rows of logits computed at a time
 
 
 def scored_columns(request: Request, span: Span) -> range:
-    """Return the columns of a span whose states predict a prompt token that has no log-probability yet."""
+    """Return the columns (token positions) of a span whose states predict prompt tokens without log-probabilities
+    so far. Empty if the request did not ask for them."""
     if request.params.prompt_logprobs is None:
         return range(0)
     return range(
@@ -43,7 +45,7 @@ class PromptScores(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[Request, Span]]) -> PromptScores:
-        """Collect the rows of a pass over these spans, in this order, whose states predict prompt tokens."""
+        """Collect the rows of the columns that `scored_columns` returns, in a pass over these requests' spans."""
         scores, first_row = cls([], []), 0
         for request, span in shares:
             if columns := scored_columns(request, span):
@@ -53,7 +55,10 @@ class PromptScores(NamedTuple):
         return scores
 
     def forward(self, model: CausalLM, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run the pass and append to each request's `prompt_logprobs`. Returns the logits of `batch.logit_rows`."""
+        """Run the pass, and append the log-probabilities to each request's `prompt_logprobs`.
+
+        Returns the logits of `batch.logit_rows`, from which tokens are sampled.
+        """
         sampled = batch.logit_rows
         assert sampled is not None, "the rows that sample"
         own = len(sampled)
@@ -73,7 +78,7 @@ class PromptScores(NamedTuple):
 
 @torch.inference_mode()
 def score(model: CausalLM, states: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Compute the log-probability of each target token, as the state in its row predicts it.
+    """Return the log-probability and rank of each target token, as the state in the target's row predicts it.
 
     Args:
         model: its head turns states into logits.

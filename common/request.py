@@ -25,7 +25,7 @@ from common.token_counts import TokenBiases, TokenCounts
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]
 
-#: Random numbers drawn in one call, which is faster than one call each. The numbers are the same.
+#: How many random numbers one call draws. A call for each number would be slower, and give the same numbers.
 UNIFORMS_AT_A_TIME = 64
 
 
@@ -57,7 +57,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string or token that ends the answer in its text
     skip_special_tokens: bool = True  # special tokens are left out of the text
     ignore_eos: bool = False
-    min_tokens: int = 0  # for this many tokens no EOS or stop token is sampled, and stop strings are ignored
+    min_tokens: int = 0  # EOS, stop tokens and stop strings do not end a shorter answer; its grammar may
     grammar: Grammar | None = None  # the answer must match it; the request ends when the match is complete
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class IllegalTransitionError(RuntimeError):
 class Request:
     """One sequence: its prompt, its generated tokens, and its state.
 
-    Once a request has been added, only the engine's thread may use it.
+    Once a request has been added to an engine, only the engine's thread may change it.
     """
 
     request_id: str
@@ -137,7 +137,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: IncrementalDetokenizer | None = None  # None: token ids only, no text and no stop strings
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
-    matcher: Matcher | None = None  # `params.grammar` after the generated tokens
+    matcher: Matcher | None = None  # follows the generated tokens through `params.grammar`
     allowed: AllowedTokens | None = None  # for `params.allowed_token_ids` and `bad_words`; None: all tokens
     priority: int = 0  # lower numbers go first
     group: str = ""  # requests of one group get one fair share of the seats together; "": a group of one
@@ -145,7 +145,7 @@ class Request:
     arrived_s: float | None = None  # arrival at the server, engine's clock; None: when the engine adds it
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
-    token_ids: list[int] = field(init=False)  # prompt + generated; after preemption all are computed anew
+    token_ids: list[int] = field(init=False)  # prompt + generated; a preempted request prefills both
     ending_token_ids: frozenset[int] = field(init=False)  # EOS and stop tokens, which end the request
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
@@ -154,15 +154,15 @@ class Request:
     takes_best: bool = field(init=False)  # greedy, no bias, penalty, …, logprobs; may have a grammar
     waits_for_its_tokens: bool = field(init=False)  # sampling needs its last token on the host (grammar, …)
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
-    prefill_progress: int = field(default=0, init=False)  # number of token_ids in the KV cache
-    prefill_start: int = field(default=0, init=False)  # number of token_ids that were a prefix hit
+    prefill_progress: int = field(default=0, init=False)  # tokens whose keys and values are in the KV cache
+    prefill_start: int = field(default=0, init=False)  # tokens that were a prefix hit in this admission
     cached_tokens: int = field(default=0, init=False)  # `prefill_start` of the first admission
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second token on
     preempted: bool = field(default=False, init=False)  # was preempted at least once
     inflight_refs: int = field(default=0, init=False)  # number of steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
     drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
-    draft_tokens: int = field(default=0, init=False)  # guesses that were computed so far
+    draft_tokens: int = field(default=0, init=False)  # guesses that were set by `guess` so far
     accepted_tokens: int = field(default=0, init=False)  # guesses among them that equalled the sampled token
     run_tokens: int = field(default=0, init=False)  # accepted guesses since the last call of `guess`
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
@@ -211,7 +211,7 @@ class Request:
         """Return the random number in [0, 1) that decides the next token: the n-th number for the n-th token.
 
         Until that token is sampled, each call returns the same number. So a pass that is retried, or a prefill
-        after preemption, samples the same token.
+        after preemption, uses the same number again.
 
         Args:
             ahead: 0 for the next token, 1 for the token after it, and so on.
@@ -243,9 +243,10 @@ class Request:
         return self.prefill_progress > self.prefill_start
 
     def held_back_token_ids(self, ahead: int = 0) -> frozenset[int]:
-        """Return the EOS and stop tokens that may not be sampled next, because of `min_tokens` or `ignore_eos`.
+        """Return the EOS and stop tokens that may not be sampled next: because of `min_tokens`, or under a grammar
+        because of `ignore_eos`.
 
-        They are allowed only if the request's grammar allows no other token. `ahead`: as for `next_uniform`.
+        These tokens are allowed only if the grammar allows no other token. `ahead`: as for `next_uniform`.
         """
         if self.num_generated_tokens + self.pending_tokens + ahead < self.params.min_tokens:
             return self.ending_token_ids
@@ -295,7 +296,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """True once the request is finished and in no step still in flight; its memory may be freed."""
+        """True once the request has ended and no step in flight computes for it: its memory may be freed."""
         return self.inflight_refs == 0 and self.is_terminal
 
     # ------------------------------------------------------------------ transitions
@@ -313,7 +314,7 @@ class Request:
             self.cached_tokens = tokens
 
     def preempt(self) -> None:
-        """Return to WAITING and keep the generated tokens. The engine frees the request's memory next."""
+        """Move the request back to WAITING. It keeps its generated tokens. The engine frees its memory next."""
         self._move_to(RequestState.WAITING)
         self.drafts.clear()
         self.preempted = True
@@ -367,15 +368,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The output of one engine step for one request.
+    """One output of an engine step for one request: a new token with its text, or an end without a token.
 
-    The terminal output has `finished` set, and a `finish_reason` or an `error`.
+    A step has several outputs for a request if guesses are accepted. The terminal output has `finished` set, and a
+    `finish_reason` or an `error`.
     """
 
     request_id: str
     token_id: int | None
     text_delta: str
-    text_offset: int  # characters of the answer before the token, those that are held back included
+    text_offset: int  # characters of the answer before the token, with those held back; 0 without a token
     finished: bool
     finish_reason: FinishReason | None
     error: Exception | None

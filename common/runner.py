@@ -1,8 +1,8 @@
 """Runs a plan: computes forward passes on the device, then turns the sampled tokens into outputs.
 
-`execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the device. `commit`
-copies the sampled ids to the host and turns them into text, stop decisions and outputs. A phase decides which
-passes a plan becomes (`passes`).
+In phases 4 to 8, `execute(plan) = commit(launch(plan))`. `launch` runs the forward passes and samples, all on the
+device. `commit` copies the sampled ids to the host and turns them into text, stop decisions and outputs. A phase
+decides which passes a plan becomes (`passes`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class PassShare(NamedTuple):
     Attributes:
         request: the sequence's request.
         span: the columns of the sequence that the pass computes.
-        token_ids: the tokens at those columns, as many as the span is long.
-        sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually the
-            last one; none if a later pass continues the prompt; several if guessed tokens are verified.
+        token_ids: the tokens to compute at those columns, as many as the span is long. (From phase 9 on, the device
+            may know a decoding sequence's latest token before the host does. Then the device's token is computed.)
+        sample_at: indices into `token_ids`, in order, of the tokens whose logits choose a next token. Usually one,
+            of the sequence's last token; none if a later pass continues the prompt or the request has ended;
+            several if guessed tokens are verified.
     """
 
     request: Request
@@ -58,10 +60,11 @@ class ForwardPass:
     """Sequences that go through the model together.
 
     Attributes:
-        shares: one for each sequence. Shares of a single token come first (see `AttentionLayout`).
+        shares: for each sequence, its part of the pass. Decoding sequences come first (see `AttentionLayout`).
         splittable: whether a failed pass may be tried again in halves, so that only the requests that cause the
             failure fail.
-        padded_tokens, idle_rows: tokens and rows that are computed only to complete a rectangle.
+        padded_tokens: tokens that only pad prompts to the longest prompt (phase 4).
+        idle_rows: decode rows of requests that have ended (phase 4).
     """
 
     shares: tuple[PassShare, ...]
@@ -82,14 +85,15 @@ class ForwardPass:
         return tuple(requests), rows
 
     def halves(self) -> tuple[ForwardPass, ForwardPass]:
-        """Return two passes, each with half of the shares. Padding was counted before and is not counted again."""
+        """Return two passes, each with half of the shares. No padding or idle rows: those were counted before."""
         middle = len(self.shares) // 2
         return ForwardPass(self.shares[:middle]), ForwardPass(self.shares[middle:])
 
 
 @dataclass(frozen=True, slots=True)
 class SampledPass:
-    """A pass that succeeded: the request of each sampled row, in order, and the tokens, still on the device."""
+    """A pass that succeeded: the request of each sampled row, in order, and the tokens, on the device or (only in
+    phases 9 and 10) already on the host."""
 
     requests: tuple[Request, ...]
     sampled: Sampled
@@ -97,7 +101,7 @@ class SampledPass:
 
 @dataclass(slots=True)
 class Launched:
-    """A step in flight: its plan, the passes that succeeded, and the requests whose pass failed."""
+    """A launched step: its plan, the passes that succeeded, and the requests that failed, with their errors."""
 
     plan: StepPlan
     sampled: list[SampledPass] = field(default_factory=list)
@@ -108,7 +112,7 @@ class Runner(ABC):
     """Owns the model and the KV pool, and runs the scheduler's plans.
 
     Attributes:
-        stream: runs the passes while the host goes on; None: the host waits for each pass.
+        stream: runs the passes while the host goes on; None: each step is committed before the next is planned.
     """
 
     stream: Stream | None = None
@@ -126,7 +130,7 @@ class Runner(ABC):
     # ------------------------------------------------------------------ shares of a pass
 
     def decode_share(self, request: Request) -> PassShare:
-        """Return a share that computes a request's latest token, in the column after the cached columns."""
+        """Return a share that computes a request's latest token, in the first column that holds no token yet."""
         slot = self.slot(request)
         column = self.pool.get_seq_len(slot)
         return PassShare(request, Span.exact(slot, column, column + 1), request.token_ids[-1:], range(1))
@@ -151,7 +155,7 @@ class Runner(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a launched step is not committed yet. Always False here: `execute` commits each step."""
+        """Whether a launched step is not committed yet. Always False in phases 4 to 8."""
         return False
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
@@ -168,7 +172,7 @@ class Runner(ABC):
             raise EngineDeadError(DEVICE_FAILED) from error
 
     def wait(self) -> None:  # noqa: B027 - nothing is in flight where each step commits itself
-        """Block until the tokens of the step that `settle` commits next are computed, if there is one."""
+        """If `settle` is going to commit a step, block until that step's tokens are computed."""
 
     def settle(self) -> list[StepOutput]:
         """Commit the steps whose tokens must be read before the next step is planned. Returns their outputs."""
@@ -183,8 +187,8 @@ class Runner(ABC):
             self._aside(functools.partial(self.pool.release, request))
 
     def _aside(self, function: Callable[[], None]) -> None:
-        """Call a function that touches results of finished passes only. It runs without waiting for the passes in
-        flight, if the stream can do that."""
+        """Call a function that touches results of finished passes only. If the stream can do so, the function runs
+        without waiting for the passes in flight."""
         if self.stream is None:
             function()
         else:
@@ -203,8 +207,8 @@ class Runner(ABC):
         return launched
 
     def _launch_pass(self, forward_pass: ForwardPass, launched: Launched) -> None:
-        """Run a pass and sample. If the pass fails, run its halves, and so on: finding one failing sequence of N
-        takes 2 log2 N passes."""
+        """Run a pass and sample. If the pass fails and is splittable, run its halves, and so on: finding one
+        failing sequence of N takes about 2 log2 N more passes."""
         try:
             requests, logits = self.forward(forward_pass)
         except Exception as error:
@@ -245,7 +249,7 @@ class Runner(ABC):
             self._sample((request,) * (end - first), logits[first:end], launched)
 
     def masks(self, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the masks of tokens that may come next; None if no request restricts them."""
+        """Return the masks of the tokens that may come next in each row; None if no row has a mask."""
         if not any(request.is_masked for request in requests):
             return None
         with self.telemetry.part("mask"):
@@ -275,7 +279,7 @@ class Runner(ABC):
                 request.start_decode()
 
     def rewind(self, shares: Iterable[PassShare]) -> None:
-        """Set requests back to their lengths before a pass whose results are lost.
+        """Set requests back to the lengths that they had before a pass whose results are lost.
 
         The caller must rewind all later passes, too, in any order.
 
@@ -321,8 +325,10 @@ class Runner(ABC):
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
     ) -> list[StepOutput]:
-        """Commit the tokens of a pass's rows. A request's rows are adjacent. Its rows after a wrong guess, or after
-        the request's end, are dropped."""
+        """Commit the tokens of a pass's rows. Returns the outputs.
+
+        A request's rows are adjacent. The rows after a wrong guess, or after the request's end, are dropped.
+        """
         outputs: list[StepOutput] = []
         wrong: Request | None = None  # a request whose further rows follow a wrong guess
         for request, token_id, row_logprobs in zip(requests, token_ids, logprobs, strict=True):
@@ -341,8 +347,8 @@ class Runner(ABC):
         return outputs
 
     def verify(self, request: Request, token_id: int) -> bool:
-        """Return whether a sampled token equals the request's next guess. If it does, the column that the pass has
-        computed for this guess counts as part of the sequence."""
+        """Remove the request's next guess, and return whether a sampled token equals it. If so, the column that the
+        pass has computed for this guess counts as part of the sequence from now on."""
         right = request.verify(token_id)
         if right:
             slot = self.slot(request)
@@ -353,7 +359,7 @@ class Runner(ABC):
         return right
 
     def register_prefixes(self, plan: StepPlan) -> None:
-        """Let later requests share the prefixes that this plan's chunks have completed."""
+        """Let later requests share the prefixes that the plan's chunks have completed (from phase 8 on)."""
         for chunk in plan.prefill:
             self._aside(functools.partial(self.pool.register_prefix, chunk.request, chunk.end))
 

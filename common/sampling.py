@@ -1,25 +1,26 @@
 """Samples the next tokens of all sequences of a pass at once.
 
-Greedy rows take the most likely token. A sampled row draws one number `u` in [0, 1) from its request's own CPU
-generator. It takes the token at which the running sum of the probabilities, after temperature and filters, first
-exceeds `u`.
+A greedy row takes the token with the highest score, after biases, penalties and masks. Any other row draws one
+number `u` in [0, 1) from its request's own CPU generator. The row takes the token at which the running sum of the
+probabilities, after temperature and filters, first exceeds `u`.
 
 ```text
 logits ─> biases ─> penalties ─> tokens not allowed now
        ─> temperature ─> top-k ─> top-p ─> min-p ─> inverse CDF(u)
 ```
 
-Top-k and top-p need sorted tokens. Of 100,000 tokens the first thousand are almost always enough, and finding them
-is ten times as fast as sorting all. On a GPU nothing is sorted: kernels search for the cut (`kernels.draw`).
+On a CPU, top-k and top-p sort tokens. Of 100,000 tokens the thousand most likely are almost always enough, and
+finding them is ten times as fast as sorting all. On a GPU with Triton nothing is sorted: kernels search for the cut
+(`kernels.draw`).
 
-The same logits and seed give the same token on every device, alone or in any batch, unless the random number lies
-within rounding of the border between two tokens. The logits themselves differ by rounding, which depends on the
-other sequences of the pass. In float32 that is too little to change a token, unless two are almost equally likely.
-In bfloat16 and float16 it can change a token.
+The same logits and seed give the same token on every device, alone or in any batch, unless the random number or a
+filter's border lies within rounding of the border between two tokens. The logits themselves may differ by rounding,
+and the rounding may depend on the other sequences of the pass. In float32 the difference is too small to change a
+token, unless two tokens are almost equally likely. In bfloat16 and float16 the difference can change a token.
 
-Limits: tokens with infinite logits share the whole probability. Tokens with a logit of minus infinity are never
-chosen. A temperature beyond float32 makes all other tokens equally likely. A row that contains a NaN, or only minus
-infinity, has no token.
+Limits: tokens with a logit of plus infinity share the whole probability. Tokens with a logit of minus infinity are
+never chosen. A temperature beyond float32 makes all tokens but these equally likely. A row that contains a NaN, or
+only minus infinity, has no token.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ from kernels.dispatch import use_triton
 from kernels.draw import NOT_A_TOKEN, draw_triton
 
 #: Number of most likely tokens that are sorted first. Of 128,256 tokens, one thread found 256 in 0.3 ms and 1,024
-#: in 0.6 ms, and sorted all in 13 ms. Finding 1,024 pays off if one more row in forty then avoids the full sort.
+#: in 0.6 ms, and sorted all in 13 ms. Finding 1,024 instead of 256 pays off if the full sort is then avoided in one
+#: more row of forty.
 FIRST_CANDIDATES = 1024
 
 
 class Sampled(NamedTuple):
-    """The sampled tokens of one pass, still on the device.
+    """The sampled tokens of one pass, and the log-probabilities that requests asked for.
 
     Attributes:
         token_ids: [S] int64, `NOT_A_TOKEN` where a row had a NaN, or no score above minus infinity.
         logprobs: [L] float32, of the sampled tokens under the model's own distribution, for the L rows that
             requested them, in order; None if no row did.
-        top_logprobs, top_ids: [L, n], the most likely tokens; n is the largest number requested.
+        top_logprobs, top_ids: [L, n], log-probabilities and ids of the n most likely tokens of these rows; n is the
+            largest number requested.
     """
 
     token_ids: Tensor
@@ -72,7 +75,7 @@ def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape (`kernels.tape`) can
     record it.
 
-    Phases 4 to 8 call it through `sample`, and phases 9 and 10 in `PipelinedRunner`.
+    Phases 4 to 8 call this function through `sample`. `PipelinedRunner` of phases 9 and 10 also calls it directly.
     """
     scores = _adjust(logits, inputs)
     if use_triton(scores):
@@ -96,7 +99,7 @@ def _report(logits: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sa
         logits: [S, vocab].
         token_ids: [S], the sampled tokens.
         reported: [L], indices of the rows whose log-probabilities are returned.
-        top: number of most likely tokens that are returned with them.
+        top: number of most likely tokens that are returned for each of these rows.
     """
     raw = logits[reported].float()
     logprobs = _below(raw.amax(dim=-1), raw).log_softmax(dim=-1)
@@ -106,7 +109,7 @@ def _report(logits: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sa
 
 
 def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
-    """Copy the log-probabilities to the host. Returns an entry for each sampled row; None for rows without any.
+    """Copy the log-probabilities to the host. Returns an entry for each sampled row; None: its request wants none.
 
     Args:
         sampled: the sampled rows.
@@ -171,7 +174,7 @@ def _mask(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
 
 
 def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
-    """Apply all penalties to scores [S, vocab]. The arguments are `penalised` and `penalties` of `SamplingInputs`.
+    """Apply all penalties to scores [S, vocab]. `entries` are those of `SamplingInputs.penalised`.
 
     Repetition (Keskar et al. 2019) divides positive and multiplies negative scores of all tokens so far, including
     the prompt. Frequency is subtracted for each occurrence and presence once, for generated tokens only, as in
@@ -186,10 +189,10 @@ def _penalise(scores: Tensor, entries: Tensor, penalties: Tensor) -> Tensor:
 
 
 def _with_unread(entries: Tensor, rows: Tensor, token_ids: Tensor, penalties: Tensor) -> Tensor:
-    """Count the tokens of R rows that the host has not read: entries [3, n], rows and token ids [R] -> [3, n + R].
+    """Count the latest tokens of R rows, which the host has not read: entries [3, n] -> [3, n + R].
 
-    Entries and penalties are as in `SamplingInputs`. A token that has an entry already gets a second one with the
-    same count, so both lead to the same score.
+    Entries and penalties are as in `SamplingInputs`; `rows` and `token_ids` are [R]. A latest token that has an
+    entry already gets a second one with the same count, so both lead to the same score.
     """
     latest = torch.full_like(penalties[:, 0], -1, dtype=torch.int32).index_copy(0, rows, token_ids.int())
     places, known, generated = entries.unbind()
@@ -221,7 +224,8 @@ class _Settings(NamedTuple):
 def _below(best: Tensor, scores: Tensor) -> Tensor:
     """Subtract each row's best score: [R], [R, vocab] -> [R, vocab], with values from minus infinity to 0.
 
-    This does not change a softmax. Infinite scores become 0, and so do all scores of a row without a token.
+    This does not change a softmax. Scores of plus infinity become 0, and so do all scores of a row that has a NaN
+    or only minus infinity.
     """
     return (scores - best.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=-torch.inf)
 
@@ -259,8 +263,9 @@ def _draw_ordered(scores: Tensor, probabilities: Tensor, settings: _Settings) ->
     """Sample a token for each row that has top-k or top-p: [R, vocab], [R, vocab] -> [R].
 
     On a CPU, sorts only the most likely tokens (`FIRST_CANDIDATES`), and all tokens in rows where these do not
-    suffice. Both give the same bits: the sum of probabilities up to a rank does not depend on later ranks. Tokens
-    are sorted by their scores before the temperature, since a huge temperature makes all probabilities equal.
+    suffice. Both ways give the same bits: the sum of probabilities up to a rank does not depend on later ranks.
+    Tokens are sorted by their scores before the temperature, since a huge temperature makes all probabilities
+    equal.
 
     Args:
         scores: [R, vocab], the scores minus the best score of their row.
@@ -336,7 +341,7 @@ def _keep_first(
 
 
 def _pick(probabilities: Tensor, settings: _Settings) -> Tensor:
-    """Apply min-p, then return the first entry whose running sum exceeds `uniform` × the total: [R, n] -> [R].
+    """Apply min-p. Returns the index where the running sum first exceeds `uniform` × the total: [R, n] -> [R].
 
     Sums are float64: in float32, a sum of 100,000 small entries would lose the end of the distribution.
     """

@@ -1,7 +1,7 @@
 """Collects the sampling parameters of requests as tensors, for the functions in `common.sampling`.
 
 ```text
-requests ──> TokenMasks.of ──> masks of grammars ─┐
+requests ──> TokenMasks.of ──> masks of tokens ───┐
 requests, row by row ─────────────────────────────┴─> SamplingInputs.of ──> common.sampling.choose
 ```
 """
@@ -35,13 +35,13 @@ GREEDY = (0.0,) * SETTINGS
 class SamplingInputs(NamedTuple):
     """The sampling parameters of a pass's rows as tensors. A tensor is None if no row uses its feature.
 
-    They hold everything that depends on the requests, so that `choose` is a function of tensors.
+    The fields hold everything that depends on the requests, so that `choose` is a function of tensors.
 
     Attributes:
         settings: [S, 5] float64, temperature, filters and random number of each row, if any row samples: see
             `kernels.draw.SETTINGS`.
-        unordered: [U] int64, the sampled rows without top-k and top-p, which need no sorted tokens.
-        ordered: [O] int64, the other sampled rows. Rows in neither tensor are greedy.
+        unordered: [U] int64, the rows that are not greedy and have neither top-k nor top-p: they need no sort.
+        ordered: [O] int64, the rows that are not greedy and have top-k or top-p.
         biased: [2, b] int32, rows and tokens whose scores get a bias.
         biases: [b] float32, the biases.
         penalised: [3, n] int32, an entry for each token of each row with penalties: row, token, times generated.
@@ -49,11 +49,12 @@ class SamplingInputs(NamedTuple):
         unread: [R] int64, the rows with penalties whose latest token was sampled on the device and is not read yet.
             `penalised` does not count this token.
         unread_ids: [R] int64, these tokens. `of` leaves the field to its caller, since the host does not know them.
-        held_back: [2, m] int64, rows and tokens that may not be sampled yet.
+        held_back: [2, m] int64, rows without a grammar, and EOS and stop tokens that may not be sampled there yet.
+            (A grammar's mask has them already.)
         masked: [C] int64, the rows that have a mask.
         words: [C, W] int32, their masks: see `TokenMasks`.
         reported: [L] int64, the rows that report log-probabilities.
-        top: number of most likely tokens that are reported with them.
+        top: number of most likely tokens that are reported for each of these rows.
     """
 
     settings: Tensor | None = None
@@ -169,9 +170,10 @@ class TokenMasks:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the masks for the next tokens, or None if no row has one. Blocks until they are computed.
+        """Return the masks for the next tokens of `requests`, which names the request of each row.
 
-        A row whose matcher fails has no mask. Its sampled token is never used: committing it raises the matcher's
+        Blocks until the masks are computed. Returns None if no row has a mask. The rows of a request whose matcher
+        fails have none. Their sampled tokens are never used: committing the first of them raises the matcher's
         error, which fails that request alone.
         """
         first_rows: dict[Request, int] = {}

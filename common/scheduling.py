@@ -17,7 +17,7 @@ Clock = Callable[[], float]  # seconds; only differences matter
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The part `token_ids[start:end]` of a request's tokens, to be computed in this step."""
+    """The part `token_ids[start:end]` of a request's tokens, to be computed in one step."""
 
     request: Request
     start: int
@@ -34,7 +34,7 @@ class PrefillChunk:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing of the request was computed before, in this admission or an earlier one."""
+        """Whether this is the first chunk of a request that was never preempted."""
         return self.start == self.request.prefill_start and not self.request.preempted
 
     @property
@@ -45,12 +45,12 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The requests and chunks that one step computes. A request may be cancelled while the step computes; it stays
-    in the plan.
+    """The requests and chunks that one step computes. A request that is cancelled while the step computes stays in
+    the plan.
 
     Attributes:
-        decode: requests whose next token is computed.
-        prefill: parts of prompts that are computed.
+        decode: requests whose next token is computed. (In phase 4 also ended requests, whose rows are idle.)
+        prefill: parts of prompts, and after a preemption of generated tokens, that are computed.
         verifies: whether guesses of next tokens are computed, too (phase 10).
     """
 
@@ -76,13 +76,13 @@ MOST_WEIGHTS = 256.0  # bound of `RowCost.weights`: beyond it, the time of a row
 
 
 class RowCost(NamedTuple):
-    """The fixed time of a decode step, as a multiple of the time of one row.
+    """The fixed time of a decode step, as a multiple of the time that each row (token) adds.
 
     The defaults are those of a small model on two cores.
 
     Attributes:
         weights: the time to read all weights.
-        host: the host's time. A step that runs ahead hides it (phase 9).
+        host: the host's time. It is hidden if the step runs ahead (phase 9).
     """
 
     weights: float = 20.0
@@ -90,19 +90,19 @@ class RowCost(NamedTuple):
 
     @classmethod
     def of(cls, one_s: float, many_s: float, rows: int, host_s: float) -> RowCost:
-        """Return the cost, from the seconds of a step of one row and of a step of `rows` rows. In each step, the
-        host works for `host_s` seconds."""
+        """Return the cost, from the seconds `one_s` of a step of one row and `many_s` of a step of `rows` rows. In
+        each step, the host works for `host_s` seconds."""
         row_s = max((many_s - one_s) / (rows - 1), one_s / MOST_WEIGHTS)
         return cls(weights=max(1.0, (one_s - host_s) / row_s - 1), host=host_s / row_s)
 
 
 class Scheduler(ABC):
-    """Decides which requests run in a step, reserves their KV memory and preempts. Computes with integers only.
+    """Decides which requests run in a step, reserves their KV memory and preempts. Computes without tensors.
 
-    A step calls `retire`, `make_room`, `admit` and `plan`, in that order. The engine releases the memory of the
-    requests that `retire` and `make_room` return.
+    A step calls `retire`, `make_room`, `admit` and `plan`, in that order, or only `retire` while the engine is
+    paused. The engine releases the memory of the requests that `retire` and `make_room` return.
 
-    Requests wait in a queue of `max_waiting_requests` for one of `max_batch_size` seats (places in the batch).
+    Requests wait in a queue for one of `max_batch_size` seats (places in the batch). `queue_room` limits the queue.
     Preempted requests go first, then the others by their `rank`: first come, first served among requests of the
     same priority. A request may starve: it waits as long as requests of a lower priority number keep coming.
 
@@ -112,10 +112,10 @@ class Scheduler(ABC):
     Attributes:
         has_priorities: whether requests may have a priority.
         waiting: requests that are not admitted yet, or preempted; the first in line in front.
-        active: requests that were admitted and not yet retired, in order of admission.
+        active: requests that have a seat, in order of admission.
         preemptions: how many requests were preempted since the start.
         failed_drafters: how many times guessing a request's tokens failed since the start (phase 10).
-        row_cost: the fixed time of a step in units of a row's time, which the warm-up measures; None: the scheduler
+        row_cost: the fixed time of a step in units of a row's time; the warm-up may measure it. None: the scheduler
             does not use it.
     """
 
@@ -147,7 +147,7 @@ class Scheduler(ABC):
         return True
 
     def queue_room(self) -> int:
-        """Return how many more requests `add_request` would take now. Any thread may ask."""
+        """Return how many more requests `add_request` would take now; 0 or less: none. Any thread may ask."""
         return self.config.max_waiting_requests - len(self.waiting)
 
     @property
@@ -160,14 +160,17 @@ class Scheduler(ABC):
         return bool(self.waiting or self.active)
 
     def next_wake(self, now: float) -> float | None:
-        """Return when the next step has something to do, on the scheduler's clock. The time is `now` or earlier if
-        there is work already. None: not before a request is added."""
+        """Return when the next step has something to do, on the scheduler's clock: `now` if there is work already.
+        None: not before a request is added."""
         return now if self.has_work else None
 
     # ------------------------------------------------------------------ a step
 
     def retire(self) -> list[Request]:
-        """Remove and return the requests that have ended; the engine releases their memory next."""
+        """Remove and return ended requests: all that waited, and the active ones that `_clear_seats` removes.
+
+        The engine releases their memory next.
+        """
         cancelled = [request for request in self.waiting if request.is_terminal]
         if cancelled:
             self.waiting = deque(request for request in self.waiting if not request.is_terminal)
@@ -180,16 +183,16 @@ class Scheduler(ABC):
     def make_room(self, pool: SchedulerPool) -> list[Request]:
         """Preempt requests to free seats or memory for others. Returns the preempted requests.
 
-        The engine releases their memory and calls again, until the list is empty. This base class frees seats: a
-        group that holds more than its share gives up a seat while requests of other groups wait. From phase 6 on,
-        memory is freed, too.
+        The engine releases their memory and calls this method again, until the list is empty. This base class frees
+        a seat of a group that holds more than its share of the seats (`_over_share`). From phase 6 on, memory is
+        freed, too.
         """
         greediest = self._over_share(pool)
         return [] if greediest is None else self._make_way(greediest)
 
     def _make_way(self, request: Request) -> list[Request]:
-        """Preempt a request and return it, in a list. It goes to the front of the queue and keeps its generated
-        tokens, so its client sees only a pause."""
+        """Preempt a request and return it, in a list. The request goes to the front of the queue and keeps its
+        generated tokens, so its client sees only a pause."""
         self.active.remove(request)
         request.preempt()
         self.waiting.appendleft(request)
@@ -202,7 +205,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def plan(self) -> StepPlan:
-        """Return what this step computes. Changes nothing."""
+        """Return the plan of this step: the tokens that it computes. Changes nothing."""
 
     # ------------------------------------------------------------------ the seats
 
@@ -218,7 +221,8 @@ class Scheduler(ABC):
     def next_waiting(self) -> Request | None:
         """Return the waiting request that gets a seat next; None if no seat is free or no request waits.
 
-        This is the first in the queue, except that a group which holds its share of the seats lets others go first.
+        This is the first in the queue. But if its group holds its share of the seats, requests of other groups go
+        first.
         So the 32 choices of one answer do not take every seat while other clients wait.
         """
         if not self.waiting or self.free_seats < 1:
@@ -232,8 +236,9 @@ class Scheduler(ABC):
         """Return the request that must give up its seat, since its group holds more than its share; else None.
 
         A group may take many seats while no other request waits. Without preemption it would keep them until its
-        answers are complete. Of the requests of all such groups, the last in line gives up its seat, to the first
-        waiting request of a group below its share. If that request would find no memory, no seat is given up.
+        answers are complete. If no seat is free, the last in line of the requests of all such groups gives up its
+        seat, for the first of the waiting requests that `_entitled` returns. If that request would find no memory,
+        no seat is given up.
         """
         if self.free_seats > 0 or not any(request.group for request in self.active):
             return None
@@ -255,7 +260,10 @@ class Scheduler(ABC):
         return [request for request in self.waiting if not request.group or held[request.group] < share]
 
     def _share(self) -> int:
-        """Return how many seats one group may hold while others wait: seats divided by groups, at least 1."""
+        """Return how many seats one group may hold while others wait: seats divided by groups, at least 1.
+
+        Only groups with active or waiting requests count. A request without a group counts as a group.
+        """
         groups = {request.group or request.request_id for request in (*self.active, *self.waiting)}
         return max(1, self.config.max_batch_size // len(groups))
 

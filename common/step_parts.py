@@ -16,7 +16,7 @@ from common.telemetry import Part, PartTimer
 
 
 class StepParts:
-    """Times the parts of an engine's steps from `start` to `stop`. Its methods are called between two steps."""
+    """Times the parts of an engine's steps from `start` to `stop`. Call its methods between two steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -26,8 +26,8 @@ class StepParts:
         self._time(self._timer)
 
     def take(self) -> list[Part]:
-        """Return the parts that have ended since the last call: first the host's parts in order of time, then the
-        stream's. A part of the stream may belong to an earlier step."""
+        """Return the parts that have ended since the last call: first the host's in order of time, then the latest
+        of the stream's (see `Stream.take_times`). A part of the stream may belong to an earlier step."""
         stream = self._engine.runner.stream
         works = [] if stream is None else stream.take_times()
         return self._timer.take() + [Part("stream", work.name, work.began_s, work.ended_s) for work in works]

@@ -1,4 +1,4 @@
-"""Step traces: a frame for each step, which a viewer can draw.
+"""Step traces: frames of an engine's steps, which a viewer can draw.
 
 ```text
 header  {"format": "infer-steps", "version": 1, "phase": [6, "Paged attention"], "seats": 4, "max_seq_len": 128}
@@ -7,7 +7,7 @@ frame   step       its number
         start      when it began, in seconds on the engine's clock; `took`, in seconds
         key        true: a key frame, which has the whole state; discard the state of earlier frames
         memory     [blocks, columns of a block]
-        requests   [[request, id, prompt tokens, most new tokens], …]: requests that appear for the first time
+        requests   [[request, id, prompt tokens, most new tokens], …]: requests not named since the key frame
         waiting    [number, [request, …]]: the number of waiting requests, and the first of them in order
         running    [[request, seat, columns held, kind, …], …]: requests with a seat, and their work in this step
                      "p", start, end, padding    prefill of these columns, and padding columns
@@ -22,10 +22,10 @@ frame   step       its number
         ended      [[request, reason], …]
 ```
 
-Requests and blocks are numbers. A request's id is in the first frame that names it. A block in several tables is
-shared. `memory`, `waiting`, `tables` and `kept` are written when they change, `requests`, `found`, `verified`,
-`preempted` and `ended` when there are any. A request that is not `running` has no table. A reader may start at any
-key frame, and needs all frames from there to the one it shows.
+Requests and blocks are numbers. From each key frame on, the first frame with a request's number has its id, too.
+A block in several tables is shared. `memory`, `waiting`, `tables` and `kept` are written when they change,
+`requests`, `found`, `verified`, `preempted` and `ended` when there are any. A request that is not `running` has no
+table. A reader may start at any key frame, and needs all frames from there to the frame it shows.
 
 Steps may be left out. A frame has the changes since the previous frame, and the work of its own step.
 """
@@ -63,7 +63,7 @@ def header(engine: EngineFront) -> Header:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A request's state as of the latest frame."""
+    """A request's state, as the frames so far have reported it."""
 
     request: Request
     number: int
@@ -76,9 +76,10 @@ class _Known:
 
 
 class FrameMaker:
-    """Makes frames of an engine's steps. Each frame has the changes since the previous frame.
+    """Makes frames of an engine's steps. Each frame has the changes since the previous frame; a key frame has all.
 
-    Call `note` for every step, and `frame` for the steps to be shown: in the engine's thread, between two steps.
+    Call `note` for every step, and then `frame` if the step is to be shown: in the engine's thread, between two
+    steps.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -123,7 +124,7 @@ class FrameMaker:
 
     def _forget(self) -> None:
         """Forget what earlier frames have reported, so that a key frame reports the whole state. Requests that are
-        still live keep their numbers."""
+        live, have a seat or have just ended keep their numbers."""
         self._until_key = KEY_EVERY
         self._memory, self._waiting, self._kept = (-1, -1), (0, []), set()
         for known in self._known.values():
@@ -137,9 +138,9 @@ class FrameMaker:
         }
 
     def _know(self, request: Request, frame: Frame) -> _Known:
-        """Return what was last reported of a request, made at its first mention.
+        """Return the record of a request. It is created at the request's first mention.
 
-        Adds the request's number, id and lengths to `frame` if no frame since the latest key frame has named it.
+        Adds the request's number, id and lengths to `frame` if no frame since the latest key frame has them.
         """
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
@@ -243,7 +244,7 @@ class FrameMaker:
         self._ended.clear()
 
     def _end(self, output: StepOutput, frame: Frame) -> int:
-        """Return the number of an ended request. If no frame has named the request, add its id to `frame`."""
+        """Return the number of an ended request. Adds its id to `frame` if no frame since the key frame has it."""
         known = self._known.get(output.request_id)
         if known is not None and not known.ended:
             known.ended = True
@@ -255,8 +256,8 @@ class FrameMaker:
 
 
 def _was_preempted(known: _Known) -> bool:
-    """Return whether a request that had a seat in the previous frame has been preempted since. If so, it waits now
-    or was admitted again with another slot."""
+    """Return whether a request that had a seat in the previous frame has been preempted since: it waits now, or was
+    admitted again with another slot."""
     request = known.request
     return request.state is RequestState.WAITING or (not request.is_terminal and request.slot != known.slot)
 

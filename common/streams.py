@@ -73,15 +73,15 @@ class Stream(ABC):
         by_row: bool = False,
         rows: int | None = None,
     ) -> Pending:
-        """Submit `function(*inputs)`.
+        """Submit `function(*inputs)`. Returns the pending work. May block while a new key is recorded or captured.
 
         Args:
             key: names the function. Functions with equal keys must compute the same: a recording of one of them is
                 played for all.
             function: calls operators only. It must not depend on sizes or read values from the device.
             inputs: must not change until the work is done.
-            after: work submitted earlier. Its results are passed to the function before `inputs`, and the host does
-                not wait for them.
+            after: work submitted earlier; None with `by_row`. Its results are passed to the function before
+                `inputs`. The host does not wait for them, unless it records the function.
             fetch: whether the host will read the results. If so, they are copied to the host.
             by_row: row i of each result depends on row i of the inputs alone, and the inputs are on the host. The
                 stream may then add rows, to fit a graph that was captured for a fixed number of rows.
@@ -95,8 +95,8 @@ class Stream(ABC):
 
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function that computes, after all submitted work has ended, and block until it returns. Returns its
-        result."""
+        """Run a function that computes. Its computation begins after all submitted work, and has ended when this
+        method returns the function's result."""
 
     def aside(self, function: Callable[[], T]) -> T:
         """Like `call`, for functions that touch finished work only. A stream that can run them without waiting for
@@ -133,7 +133,7 @@ def open_stream(
 
 
 def call_apart(function: Callable[[], T]) -> T:
-    """Run a function in a new thread, which ends with the function. Returns its result.
+    """Run a function in a new thread, which ends with the function. Returns the function's result.
 
     libgomp keeps a pool of workers for every thread that has computed. That pool ends with the thread, so it does
     not compete with the pool of the thread that computes from then on.
@@ -187,7 +187,7 @@ class _Played(Pending):
 
 
 class Done(Pending):
-    """Work that was done when `submit` returned.
+    """Work that had ended when `submit` returned.
 
     Args:
         outputs: its results.
@@ -204,11 +204,12 @@ class Done(Pending):
 
 
 class TapeStream(Stream):
-    """A CPU's stream: records work the first time a key is submitted, and plays the recording after that.
+    """A CPU's stream: records work the first time its key is submitted, and plays the recording from then on.
 
     Attributes:
         threads: how many threads compute the work. By default, as many as torch uses.
-        few_rows: work of at most this many rows is computed by one thread less. None: the warm-up sets the number.
+        few_rows: work of at most this many rows is computed by one thread less. None counts as 0, until the warm-up
+            sets the number.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -365,8 +366,8 @@ class CudaStream(Stream):
 
     Kernels are launched from Python, some hundred a pass. Work that is submitted `by_row` (row i of a result needs
     only row i of the inputs) is launched as one captured graph instead, if a graph has room for its rows. Graphs
-    may write their results to the same tensors. So work that reads them must be submitted before the next graph is
-    launched.
+    may write their results to the same tensors. So work that reads a graph's results must be submitted before the
+    next graph is launched.
 
     Attributes:
         graphs: the captured graphs of work that is submitted `by_row`.

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from common.request import FinishReason, StepOutput
 
-PAGE_STEPS = 256  # steps in one page of a `snapshot`, which holds the GIL while it is made
+PAGE_STEPS = 256  # most steps in one page of a `snapshot`: making it delays the engine's thread
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One engine step."""
+    """The numbers of one engine step."""
 
     step: int
     started_s: float  # the engine's clock
@@ -99,18 +99,19 @@ class Counters:
     drafts: int = 0  # requests with guesses, counted in each step
     draft_tokens: int = 0
     accepted_tokens: int = 0  # divided by draft_tokens: the acceptance rate
-    failed_drafters: int = 0  # drafters that raised; their requests go on without guesses
+    failed_drafters: int = 0  # times that a drafter raised; its request got no guesses in that step
     busy_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Telemetry:
-    """The latest `capacity` steps and the totals. Written by the engine's thread only.
+    """The latest `capacity` steps and the totals. Written by one thread only: the engine's, or for a `RemoteEngine`
+    the event loop's.
 
     Attributes:
         timer: times the parts of each step; None: parts are not timed.
-        accepted_at: number of accepted guesses, by their place after the token before them: index 0 counts first
-            guesses, index 1 second guesses, and so on.
+        accepted_at: number of accepted guesses, by their place in the draft: index 0 counts first guesses, index 1
+            second guesses, and so on.
     """
 
     capacity: int = 4096
@@ -129,7 +130,7 @@ class Telemetry:
         return self.current
 
     def part(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager that times one part of the step: `plan`, `pass`, `commit` and so on."""
+        """Return a context manager that times one part of the step, if there is a timer. `what`: see `Part`."""
         return _UNTIMED if self.timer is None else self.timer.part(what)
 
     def end_step(self, now: float) -> None:
@@ -149,7 +150,7 @@ class Telemetry:
 
     @property
     def latest(self) -> StepRecord:
-        """The latest step that has ended; before the first, an empty record."""
+        """The latest step that has ended; before the first has ended, `current`."""
         return self.records[-1] if self.records else self.current
 
     def snapshot(self, *, since_step: int | None = None) -> dict[str, Any]:
@@ -188,10 +189,10 @@ TOKENS: tuple[float, ...] = tuple(digit * 10.0**power for power in range(6) for 
 
 
 class Histogram:
-    """Counts values in buckets, each with an inclusive upper bound.
+    """Counts values in buckets. Each bucket has an inclusive upper bound, but for the last, which has none.
 
     Attributes:
-        bounds: in ascending order; a value counts in the first bucket whose bound is not below it.
+        bounds: in ascending order; a value counts in the first bucket whose bound is not below the value.
         total: the sum of all values.
     """
 
@@ -205,7 +206,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """Return for each bound the number of values not above it, and last the number of all values."""
+        """Return for each bound the number of values not above the bound, and last the number of all values."""
         return list(itertools.accumulate(self._counts))
 
 
@@ -225,7 +226,7 @@ class RequestTimes(NamedTuple):
     submitted_s: float
     scheduled_s: float | None  # its prefill was planned
     first_token_s: float | None
-    latest_token_s: float
+    latest_token_s: float  # 0 without a token
     ended_s: float
 
 
@@ -239,7 +240,7 @@ def _lengths() -> Histogram:
 
 @dataclass(slots=True)
 class RequestTelemetry:
-    """Endings and durations of requests. Written only by the thread that delivers outputs to clients."""
+    """Endings, durations and lengths of requests. Written only by the thread that delivers outputs to clients."""
 
     generation_tokens: int = 0
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDINGS.values(), 0))
@@ -283,5 +284,5 @@ _COLUMNS = tuple(each.name for each in fields(StepRecord))
 
 
 def _values(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return fields by name. Ten times as fast as `dataclasses.asdict`, which copies each value."""
+    """Return a record's fields by name. Ten times as fast as `dataclasses.asdict`, which copies each value."""
     return {name: getattr(record, name) for name in names}

@@ -20,13 +20,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """The `tokenizer.json` of a checkpoint, and its chat template.
+    """Turns texts into token ids and back, by a checkpoint's tokenizer. Holds the checkpoint's chat template, too.
 
     A model may have more ids than its tokenizer, such as a dummy model that borrows another model's tokenizer. Ids
-    that the tokenizer lacks are called foreign, and decode to texts like `<1234>`.
+    beyond the tokenizer's are called foreign, and decode to texts like `<1234>`.
 
     Attributes:
-        chat_template: renders conversations for this model; None if its checkpoint has no template.
+        chat_template: renders conversations for this model; None if the checkpoint has no template.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self._token_texts: dict[int, str] = {}  # a cache: at most one entry for each id of the model
+        self._token_texts: dict[int, str] = {}  # a cache: at most one entry for each id
 
     @classmethod
     def from_folder(cls, folder: Path, *, vocab_size: int, chat_template: Path | None = None) -> Tokenizer:
@@ -73,7 +73,8 @@ class Tokenizer:
         return len(text) // self._longest_token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`, with the tokens that the checkpoint adds to every text (BOS, say).
+        """Return the token ids of `text`. Unless `add_special_tokens` is False, they include the tokens that the
+        checkpoint adds to every text (BOS, say).
 
         The library releases the GIL for batches only. So the text is a batch of one, and other threads can run.
         """
@@ -94,7 +95,7 @@ class Tokenizer:
         return "".join(parts)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, or the name of a special token. Cached."""
+        """Return the text of one token, or the name of a special token (such as `<eos>`). Cached."""
         text = self._token_texts.get(token_id)
         if text is None:
             special = token_id in self.special_ids
@@ -103,7 +104,8 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token's text. For a token that is a part of a character, they are that part."""
+        """Return the bytes of one token's text. For a token that is a part of a character, they are that part, or
+        those of U+FFFD if the vocabulary does not spell tokens by bytes."""
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode()
@@ -118,7 +120,7 @@ class Tokenizer:
         return str(self.backend.id_to_token(token_id))
 
     def is_foreign(self, token_id: int) -> bool:
-        """Return whether the model has this id and the tokenizer does not."""
+        """Return whether an id is beyond the tokenizer's ids."""
         return token_id >= self.foreign_from
 
     @staticmethod
@@ -150,8 +152,9 @@ class IncrementalDetokenizer:
     `common.commit.decode` calls `add`: in the engine's thread, or in the HTTP process if the engine has a process
     of its own.
 
-    Text is held back in two cases. A character's bytes may be spread over several tokens, so half a character is
-    held. And text that may be the start of a stop string is held, so `add` may return less than was decoded:
+    Text is held back in two cases. A character's bytes may be spread over several tokens. Then nothing is decoded
+    before the character is whole, or known to be broken. And decoded text that may be the start of a stop string is
+    held back:
 
     ```text
     stop = "END"      decoded so far   "the E"  ->  return "the ", hold "E"
@@ -172,7 +175,8 @@ class IncrementalDetokenizer:
 
     Attributes:
         stopped: whether a stop string is complete.
-        length: number of characters decoded so far, those that are held back included.
+        length: number of characters that `add` has decoded so far, with those held back or dropped for a stop
+            string.
     """
 
     #: After this many tokens in a row without decoded text, `_is_broken` checks their bytes. UTF-8 needs at most
@@ -208,8 +212,8 @@ class IncrementalDetokenizer:
             self._decode(token_id)
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-        """Return up to `CONTEXT` last tokens of a prompt. They begin at a whole character: half a character would
-        appear in the answer."""
+        """Return up to `CONTEXT` last tokens of a prompt, without foreign ones. They begin at a whole character:
+        half a character would appear in the answer."""
         tail = [i for i in prompt_token_ids[-self.CONTEXT :] if not self._tokenizer.is_foreign(i)]
         while tail and self._decoded(tail).startswith(REPLACEMENT):
             tail = tail[1:]
@@ -265,7 +269,8 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _is_broken(self) -> bool:
-        """Return whether a character before the last unfinished one is broken.
+        """Return whether the unfinished tokens hold a broken character before their last one. Always False for
+        fewer than `MAX_UNFINISHED` tokens.
 
         Tokens that each end one character and begin the next are unfinished, not broken, however many they are.
         """
@@ -290,7 +295,7 @@ class IncrementalDetokenizer:
     def _release(self, text: str, *, stoppable: bool = True) -> str:
         """Search new text for stop strings. Returns the text that can be delivered, and holds back the rest.
 
-        `stoppable`: whether a stop string ends the text.
+        `stoppable`: whether a complete stop string ends the text. Then the rest is dropped.
         """
         if not self._stop:
             return text

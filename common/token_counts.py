@@ -1,7 +1,7 @@
 """The tokens whose scores a request's penalties and biases change, as arrays that are kept between steps.
 
-A step concatenates the arrays of its requests. Each new token is added to its array once, so a step does not go
-through all earlier tokens.
+A step concatenates the arrays of its requests. Each new token is added to its request's array once, so a step does
+not go through all earlier tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenCounts:
 
         Returns:
             [3, n]: the row, each token once, and how often it was generated (0 for tokens of the prompt alone).
-            Valid until the next call.
+            Valid until the next call of a method.
         """
         entries = self._entries[:, : len(self._places)]
         if row != self._row:
@@ -56,7 +56,7 @@ class TokenCounts:
         return entries
 
     def guessed(self, row: int, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Return the entries of `at_row` as if these tokens had been generated, too, in a new array."""
+        """Return a new array: the entries that `at_row` would have if these tokens had been generated, too."""
         known = self._entries[:, : len(self._places)]
         new = [token_id for token_id in dict.fromkeys(token_ids) if token_id not in self._places]
         entries = np.pad(known, ((0, 0), (0, len(new))))

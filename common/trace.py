@@ -44,7 +44,7 @@ TRACKS = {"host": 1, "stream": 2}  # the format calls a track a thread
 
 
 class Sink(Protocol):
-    """Receives the bytes of a trace. Each call of `write` has one or more whole events.
+    """Receives the bytes of a trace. Each call of `write` has whole events, or the end of the JSON array.
 
     Raises:
         OSError: no more bytes can be written.
@@ -56,10 +56,10 @@ class Sink(Protocol):
 
 
 class TraceFile:
-    """A file to which each event is written when its step ends, so that a crash loses none.
+    """A trace in a file. A step's events are written when the step ends, so a crash loses one step's at most.
 
     Raises:
-        StartupError: the file cannot be written.
+        StartupError: the file cannot be opened for writing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class TraceFile:
 
 
 class TraceBuffer:
-    """Holds events until they are fetched, at most `MOST_BYTES`.
+    """Holds events until they are fetched, at most `MOST_BYTES`. If more come, `write` raises OSError.
 
     Attributes:
         closed: True if no more events will come: the trace is complete, or it ended early because the buffer was
@@ -100,7 +100,7 @@ class TraceBuffer:
         self.closed = True
 
     def fetch(self) -> bytes:
-        """Return the bytes written since the last call. Any thread may call it."""
+        """Return the bytes written since the last call. Any thread may call this."""
         with self._lock:
             waiting, self._waiting = self._waiting, bytearray()
         return bytes(waiting)
@@ -158,7 +158,7 @@ class RequestTrack:
         return events + (self.end(ended) if self.request.is_terminal else [])
 
     def end(self, now: float) -> list[Event]:
-        """Return the events that close the track, when the request has ended or the recording ends before it.
+        """Return the events that close the track, since the request has ended or the recording ends before it does.
 
         `now`: in microseconds since the recording began.
         """
@@ -190,7 +190,7 @@ class RequestTrack:
 
 
 def _plain(text: str) -> str:
-    """Make a client's text valid for JSON: half a UTF-16 character becomes a `?`."""
+    """Make a client's text valid for JSON: a lone surrogate (half of a UTF-16 pair) becomes a `?`."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -249,7 +249,7 @@ class Recording:
         self._write(events)
 
     def end(self, now_s: float) -> None:
-        """Complete the JSON array, and close the sink."""
+        """End the open tracks, complete the JSON array, and close the sink."""
         now, events = self._at(now_s), []
         for track in self._tracks.values():
             events += track.end(now)
@@ -276,7 +276,7 @@ class Recording:
         return event | ({"args": known} if known else {})
 
     def _at(self, now_s: float) -> float:
-        """Return microseconds since the recording began; 0 for earlier times."""
+        """Return a time as microseconds since the recording began; 0 for times before that."""
         return round(max(now_s - self._zero_s, 0.0) * 1e6, 3)
 
     def _write(self, events: Iterable[Event]) -> None:
@@ -311,7 +311,7 @@ class Tracer:
         self._write_to([recording], lambda one: one.begin(engine.clock(), engine.live_requests))
 
     def stop(self, sink: Sink) -> None:
-        """Complete the recording into a sink. Does nothing if there is none, or if it ended early."""
+        """Complete the recording into a sink, unless it ended early. Does nothing if there is none."""
         recording = self._recordings.pop(sink, None)
         if recording is None:
             return
@@ -331,7 +331,8 @@ class Tracer:
         self._write_to(self._recordings.values(), lambda one: one.stepped(record, plan, outputs, parts))
 
     def _write_to(self, recordings: Iterable[Recording], write: Callable[[Recording], None]) -> None:
-        """Call `write` for each recording. If its sink fails, the recording ends and the engine goes on."""
+        """Call `write` for each recording that has not ended early. If its sink fails, the recording ends early and
+        the engine goes on."""
         for recording in recordings:
             if recording.ended_early:
                 continue

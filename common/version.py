@@ -10,7 +10,7 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def project_version() -> str:
-    """Return the version of the installed package. If none is installed, return that of `pyproject.toml`."""
+    """Return the version of the installed package, or the version in `pyproject.toml` if it is not installed."""
     try:
         return importlib.metadata.version("infer-phases")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Records or captures the passes of a stream before the first request, and chooses which run on one thread less.
+"""Records or captures a stream's passes before the first request, and chooses those that get one thread less.
 
 Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler decides by
 the cost of a row of a pass (`RowCost`), this cost is measured, too.
@@ -60,12 +60,13 @@ def record(runner: Runner, stream: TapeStream) -> None:
 
 
 def few_rows(runner: Runner, stream: TapeStream) -> int:
-    """Return the largest number of rows at which a pass hardly takes longer with one thread less: by less than
-    `HOST_S`. Returns 0 if a pass of one row takes longer.
+    """Return the largest of `FEW_ROWS` up to which a pass takes less than `HOST_S` longer with one thread less than
+    with all threads. Returns 0 if there is none.
 
     Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
-    With one thread less, both run at the same time. A pass of few rows mostly waits for memory and may need no more
-    threads. A pass of many rows needs them all. Passes longer than `LONG_S` count as passes of many rows.
+    With one thread less, both run at the same time. A pass of few rows mostly waits for memory and may be as fast
+    with a thread less. A pass of many rows needs all threads. Passes longer than `LONG_S` count as passes of many
+    rows.
 
     Args:
         runner: with nothing in flight.
@@ -91,11 +92,11 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
 
 
 def capture(runner: Runner, graphs: Graphs) -> None:
-    """Capture the decode step on a GPU for every number of rows in `graphs`, the largest first.
+    """Capture the decode step on a GPU for every number of rows in `graphs` that the KV memory can hold.
 
-    Each is captured twice: searches for top-k and top-p are launches of their own (`kernels.draw`), which other
-    steps do without. Each smaller graph then finds its scratch memory in the pool. Graphs that were captured before
-    are replaced, and failed captures are tried again.
+    The largest comes first, so that each smaller graph finds its scratch memory in the pool. Each is captured
+    twice: searches for top-k and top-p are launches of their own (`kernels.draw`), which other steps do without.
+    Graphs that were captured before are replaced, and failed captures are tried again.
 
     Args:
         runner: with nothing in flight.
@@ -118,7 +119,7 @@ def capture(runner: Runner, graphs: Graphs) -> None:
 
 
 def measure(runner: Runner, stream: Stream) -> RowCost | None:
-    """Time steps of one row and steps of `ROWS` rows, and return the cost of a row.
+    """Time steps of one row and steps of `ROWS` rows, and return the fixed time of a step in units of a row's time.
 
     Both are steps of a single sequence, the first without guesses, the second with `ROWS - 1` guesses. Returns None
     if sequences cannot be that long, or if the KV memory is too small.

@@ -12,7 +12,7 @@ import torch
 
 T = TypeVar("T")
 
-MOST_TIMES = 1000  # times kept until they are taken; a tape's player keeps as many
+MOST_TIMES = 1000  # how many of the latest times are kept until `take`; a tape's player keeps as many
 
 
 class Work(NamedTuple):
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 
 class HostTimes:
-    """Records when functions ran on the host, and keeps the times until `take`."""
+    """Records when functions ran on the host, and keeps the latest `MOST_TIMES` times until `take`."""
 
     def __init__(self) -> None:
         self._done: deque[Work] = deque(maxlen=MOST_TIMES)
@@ -53,9 +53,10 @@ class HostTimes:
 
 
 class DeviceTimes:
-    """Times of kernels on a GPU, converted to the host's clock. The constructor compares the two clocks.
+    """Times kernels on a GPU, on the host's clock. Keeps the latest `MOST_TIMES` times until `take`.
 
-    Make and use it inside the timed CUDA stream. Nothing may be in flight when it is made.
+    Make and use it inside the timed CUDA stream. The constructor blocks until the stream's work has ended, and then
+    compares the two clocks.
     """
 
     def __init__(self) -> None:

@@ -79,8 +79,8 @@ class RequestStream:
     Attributes:
         received_tokens: number of tokens that have arrived, read or not.
         first_token_s: when the first token arrived, on the clock of `time.monotonic`; None before.
-        latest_token_s: when the latest token arrived.
-        longest_gap_s: the longest time between two tokens, in seconds.
+        latest_token_s: when the latest token arrived; 0 before the first.
+        longest_gap_s: the longest time between two successive tokens, in seconds.
         last: the terminal output; None before it has arrived.
     """
 
@@ -146,8 +146,8 @@ class RequestStream:
         )
 
     def cancel(self) -> None:
-        """Cancel the request and free its place in the queue or its memory. The stream then ends with the terminal
-        output. Does nothing if the request is done."""
+        """Cancel the request, so that the engine frees its place in the queue or its memory. The stream then ends
+        with the terminal output. Does nothing if the terminal output has arrived already."""
         self._worker.cancel(self.request.request_id)
 
 
@@ -217,7 +217,7 @@ class EngineWorker:
 
     @property
     def engine(self) -> EngineFront:
-        """The engine. Blocks until it is built."""
+        """The engine. Call `build` first."""
         return self._host.engine
 
     @property
@@ -227,7 +227,7 @@ class EngineWorker:
 
     @property
     def latest_step(self) -> StepRecord:
-        """The latest step. If the engine is dead, an empty record, since it has no requests any more."""
+        """The record of the latest step; an empty one if the engine is dead, since it has no requests any more."""
         return StepRecord(0, 0.0) if self.dead is not None else self.engine.telemetry.latest
 
     @property
@@ -307,7 +307,7 @@ class EngineWorker:
         return streams
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. Its stream gets the terminal output after the next step."""
+        """Cancel a request, if its stream still runs. The stream gets the terminal output after the next step."""
         if request_id in self._streams:
             self._host.cancel(request_id)
 

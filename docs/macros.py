@@ -1,4 +1,4 @@
-"""Makes the public functions of `docs/building` callable from pages, as macros between double braces."""
+"""Makes public functions of `docs/building` callable from pages, as macros between double braces."""
 
 from __future__ import annotations
 

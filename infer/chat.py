@@ -4,7 +4,7 @@
 infer chat                         starts a server of the last phase with the bundled model, for this chat
 infer chat --model smollm2         the same with another model; further options go to the server
 infer chat --url http://HOST:PORT  talks to a server that runs already, this project's or another
-echo "Who are you?" | infer chat   answers what it reads, and exits
+echo "Who are you?" | infer chat   asks its whole input as one question, prints the answer, and exits
 ```
 
 Answers go to stdout. The thoughts of a reasoning model, figures, errors and notes go to stderr.
@@ -43,7 +43,7 @@ _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 class ChatError(Exception):
-    """A question got no answer. The message is for people."""
+    """A question got no answer, or not a whole one. The message is for people."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,9 @@ class Chat:
         self._sampling = sampling
 
     def ask(self, question: str) -> Figures:
-        """Ask a question, and print the answer as it comes. Ctrl-C stops it.
+        """Ask a question, print the answer as it comes, and add both to the history. Returns figures of the answer.
+
+        Ctrl-C stops the answer; its text up to then is added. If the answer has no text, nothing is added.
 
         Raises:
             ChatError: the server refused the question, failed, or cannot be reached. The history is as before.
@@ -175,7 +177,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _message_of(body: str, status: int) -> str:
-    """Return the message of an error response in OpenAI's form. Of any other body, return status and beginning."""
+    """Return the message of an error in OpenAI's form. Of any other body, return the status and the beginning."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return f"status {status}: {' '.join(body.split())[:200]}"
@@ -242,7 +244,7 @@ def answer(chat: Chat, question: str) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line that is no part of an answer."""
+    """Print a line that is no part of an answer, to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -338,7 +340,7 @@ def _client(url: str, api_key: str | None) -> httpx.Client:
 
 
 def _first_model(client: httpx.Client) -> str:
-    """Return the first model that a server lists. Raises StartupError if it lists none."""
+    """Return the first model that a server lists. Raises StartupError if it lists none or does not answer."""
     try:
         response = client.get("models")
     except httpx.HTTPError as error:

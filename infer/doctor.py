@@ -1,7 +1,7 @@
 """`infer doctor`: one screen that says what this machine can do, and what is missing. Bug reports ask for it.
 
-A line that begins with `~` names something that makes a server slower, one with `!` something that keeps it from
-starting. Keys and the name of the user's home folder are not shown.
+A line that begins with `~` names something that makes a server slower. A line that begins with `!` names something
+that may keep a server from starting. Keys and the name of the user's home folder are not shown.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INSTRUCTIONS = (
     "sve",
 )
 
-Mark = Literal[" ", "~", "!"]  # nothing wrong, slower than need be, a server would not start
+Mark = Literal[" ", "~", "!"]  # nothing wrong, slower than need be, a server may not start
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings. Returns 1 if one of them keeps a server from starting, otherwise 0."""
+    """Print the findings. Returns 1 if one of them is marked `!`, otherwise 0."""
     argparse.ArgumentParser(
         prog="infer doctor",
         description="Says what this machine can do, and what is missing. Builds the native kernels, if they are "
@@ -179,7 +179,10 @@ def compiler() -> Finding:
 
 
 def options() -> tuple[bool, Finding]:
-    """Return whether the environment's options allow native kernels, and the finding that lists the options."""
+    """Return whether the environment's options allow native kernels, and the finding that lists the options.
+
+    If the options are invalid, the finding has the error, and native kernels count as allowed.
+    """
     package = find_phase(phase_names()[-1])
     names = sorted(name for name in os.environ if name.startswith(ENV_PREFIX))
     try:
@@ -223,7 +226,7 @@ def native_kernels(*, wanted: bool) -> Finding:
 
 
 def gpu() -> Finding:
-    """Report the first NVIDIA GPU that torch finds, and its kernels."""
+    """Report the first GPU that torch finds, its free memory, and the kernels that it runs."""
     if not torch.cuda.is_available():
         why = "this torch is a build for CPUs" if torch.version.cuda is None else "torch finds none"
         return Finding("GPU", f"none: {why}")
@@ -252,14 +255,14 @@ def cache() -> Finding:
 
 
 def models() -> str:
-    """Return the names of models that are at hand, and of models that can be fetched."""
+    """Return as text the names of the models that are at hand, and of models that can be fetched."""
     at_hand = [*zoo_names(), *(name for name, model in FETCHABLE.items() if is_fetched(model))]
     others = [name for name in FETCHABLE if name not in at_hand]
     return ", ".join(at_hand) + (f"; `infer fetch` downloads {' or '.join(others)}" if others else "")
 
 
 def extras() -> str:
-    """Return the extras whose packages are installed, and the others with the packages that they lack."""
+    """Return as text the extras whose packages are installed, and how many packages each other extra lacks."""
     try:
         names = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
@@ -271,7 +274,10 @@ def extras() -> str:
 
 
 def peers() -> str:
-    """Return the servers and libraries to compare with: programs on the path, and environments in `peers/`."""
+    """Return as text the servers and libraries to compare with: programs on the path, and environments in `peers/`.
+
+    The folder `peers/` is looked for in the current folder.
+    """
     found = [f"{path}" for name in ("llama-server", "vllm") if (path := shutil.which(name))]
     for folder in sorted(Path("peers").glob("*/lib/python*/site-packages")):
         inside = {each.name for each in importlib.metadata.distributions(path=[str(folder)])}

@@ -3,14 +3,15 @@
 | function | where | how |
 | --- | --- | --- |
 | `paged_attention_triton` | CUDA with Triton | reads keys in place |
-| `native_attention` | CPU, float32 and bfloat16 | copies a tile of keys at a time, in C++ |
+| `native_attention` | CPU, float32 and bfloat16 | takes a tile of keys at a time, in C++ |
 | `gathered_attention` | everywhere | copies the keys it needs, then two products and a softmax |
 
 On a CPU, the last two pad, since bfloat16 products are compiled for every new size. `gathered_attention`
-fills queries and gathered columns up to whole tiles of 64: a chunk of 65 queries is computed as 128. The C++ kernel
-fills the rows of its last tile up to a multiple of 16, and the columns to a multiple of 64. If the processor has
-the instructions, it computes up to 16 rows without padding, except in bfloat16 with the matrix tiles of Intel AMX,
-which always have 16 rows. Padding columns are hidden from every query, and results of padding queries are dropped.
+fills a prompt's queries and all gathered columns up to whole tiles of 64: a chunk of 65 queries is computed
+as 128. The C++ kernel fills the rows of its last tile up to a multiple of 16, and the columns to a multiple
+of 64. If the processor has the instructions and the head size is a multiple of 32, the C++ kernel computes up
+to 16 rows without padding rows, except in bfloat16 with the matrix tiles of Intel AMX, which always have 16
+rows. Padding columns are hidden from every query, and results of padding queries are dropped.
 
 `kernels.attention_layout` computes which columns a query sees, and their addresses.
 """
@@ -31,8 +32,8 @@ def gathered_attention(
 ) -> Tensor:
     """Compute attention by gathering keys and values through the block table, then two products and a softmax.
 
-    Runs on any device, where neither kernel can, and is tuned for a CPU. For a simple definition of attention, read
-    `kernels.paged_attention.paged_attention_reference`.
+    Runs on any device, and is tuned for a CPU. It is used where neither the C++ nor the Triton kernel can
+    run. For a simple definition of attention, read `kernels.paged_attention.paged_attention_reference`.
 
     Args:
         q: [T, Hq, D], sequence after sequence.
@@ -121,7 +122,8 @@ def native_attention(
 ) -> Tensor:
     """Compute `attention` by the kernel in `attention.cpp` (CPU, float32 and bfloat16): same arguments and result.
 
-    A token's result has the same bits whether it is decoded or prefilled, in any chunk and any batch.
+    If PyTorch's products keep a row's bits (`kernels.batch_invariance`), a token's result has the same bits
+    whether it is decoded or prefilled, in any chunk and any batch.
     """
     indices = layout.host
     out: Tensor = torch.ops.infer.attention(

@@ -89,7 +89,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
-    """Some neighbouring queries of one sequence: at most QUERY_TILE.
+    """At most QUERY_TILE neighbouring queries of one sequence.
 
     Attributes:
         queries: the tile's range of the queries of the pass.
@@ -105,7 +105,7 @@ class QueryTile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegment:
-    """One sequence with several queries, computed tile by tile.
+    """One sequence that is in no `DecodeGroup`, computed tile by tile. It usually has several queries.
 
     Attributes:
         addresses: [Hkv * columns] int64, into a store seen as [any, D], head after head.
@@ -125,9 +125,9 @@ class PagedIndices:
         positions: [T] int32 or int64, each query's column in its own sequence.
         tiles: [I, 3] int32. Each tile is some queries of one sequence, in order: the sequence's row in
             `block_table`, the index of the first query, and the number of queries.
-        split_rows: number of leading queries whose columns several programs may divide among them. Each tile of
-            these queries has all queries of its sequence.
-        max_length: an upper bound on the number of columns of the sequences with these leading queries.
+        split_rows: number of leading queries whose columns may be divided among several programs. Each tile
+            of these queries has all queries of its sequence.
+        max_length: an upper bound on the columns of each sequence that these leading queries belong to.
         tile_queries: the most queries of a tile; 1: tile i is query i.
     """
 
@@ -156,11 +156,12 @@ class HostIndices:
 class AttentionLayout:
     """The addresses that one forward pass reads and writes. Built once a pass and used by every layer.
 
-    Sequences with one query should come first: they are computed together, the others one by one.
+    Sequences with one query should come first: leading ones are computed together, all others one by one. In
+    a layout from `of_decode`, `block_tables` is on the device, `rows` only counts the sequences, and
+    `kv_lengths` are upper bounds.
 
     Attributes:
-        block_tables: [any, N] int64, on the host; entries past a sequence's last block are any valid block. In a
-            layout from `of_decode`, they are the tables on the device.
+        block_tables: [any, N] int64, on the host; entries past a sequence's last block are any valid block.
         rows: [B] int64, on the host, each sequence's row in `block_tables`.
         block_size: columns in a block.
         query_lengths: B numbers >= 1, queries of each sequence in this pass.
@@ -273,7 +274,7 @@ class AttentionLayout:
     def _by_query(self, values: Tensor) -> Tensor:
         """Repeat each sequence's value for each of its queries: [B] -> [T], on the host.
 
-        NumPy does it, since torch would wake its worker threads for two values or more.
+        NumPy repeats them, since torch would wake its worker threads for two values or more.
         """
         return torch.from_numpy(np.repeat(values.numpy(), self.query_lengths))
 
@@ -315,9 +316,9 @@ class AttentionLayout:
     def _addresses(self, tables: Tensor, columns: Tensor) -> Tensor:
         """Return the addresses of columns, head after head: tables [..., N], columns [..., C] -> [Hkv * ... * C].
 
-        They index a store seen as [blocks * block_size * Hkv, D]. Gathered in this order, a head's keys are one
-        contiguous matrix. In the store, the keys of all heads are interleaved, and a CPU's products with
-        interleaved keys take several times as long.
+        The addresses index a store seen as [blocks * block_size * Hkv, D]. Gathered in this order, a head's
+        keys are one contiguous matrix. In the store, the keys of all heads are interleaved, and a CPU's
+        products with interleaved keys take several times as long as with a contiguous matrix.
         """
         tokens = tables.gather(-1, columns // self.block_size) * self.block_size + columns % self.block_size
         heads = torch.arange(self.heads_kv, device=self.device)
@@ -352,7 +353,7 @@ class AttentionLayout:
         groups: dict[int, list[int]] = defaultdict(list)
         for row, length in enumerate(self.kv_lengths[: self.num_single]):
             tiles = _whole_tiles(length if window is None else min(length, window)) // COLUMN_TILE
-            groups[tiles.bit_length()].append(row)  # lengths of a group differ by less than a factor of two
+            groups[tiles.bit_length()].append(row)  # padded lengths of a group differ by less than 2×
         return [self._build_decode_group(rows, window) for rows in groups.values()]
 
     def _build_decode_group(self, rows: list[int], window: int | None) -> DecodeGroup:

@@ -60,7 +60,7 @@ class Heads:
 def is_batch_invariant(
     products: Iterable[Product], heads: Heads, dtype: torch.dtype, device: torch.device = HOST
 ) -> bool:
-    """Return whether the kernels on this device give a token the same bits alone and in any batch.
+    """Return whether, in trials, the kernels on this device give a token the same bits alone and in batches.
 
     Returns False without a trial if PyTorch computes the attention, or, on a CPU, products of type `dtype`.
 

@@ -1,4 +1,4 @@
-"""Gathers the inputs of a decode step from the state that a GPU holds for each seat, in one launch.
+"""Gathers the inputs of a decode step from the state that a GPU holds for each seat (place in the batch).
 
 ```text
 seats of the step          3          0          5          sent only if the seats that decode change
@@ -25,7 +25,7 @@ if HAS_TRITON:
 
     from kernels.overlap import wait_for_inputs
 
-#: Rows that a program reads.
+#: Sequences whose inputs one program gathers.
 TILE = 128
 
 

@@ -1,9 +1,9 @@
 """Chooses between Triton, C++ and torch for all kernels, and the device of a launch.
 
 A module with a kernel has up to four parts: a reference in plain torch, a Triton kernel with its launcher, a call
-of the C++ kernel in the `.cpp` file of the same name, and a public function that chooses. The reference runs if
-there is neither Triton nor a compiler, and the kernels are tested against it. Attention has more implementations,
-in `kernels.attention`. There the reference of the paged kernel serves for reading and tests only.
+of the C++ kernel in the `.cpp` file of the same name, and a public function that chooses. The reference runs
+where neither kernel can, and the kernels are tested against the reference. Attention has more
+implementations, in `kernels.attention`. References of kernels that only a GPU needs are for reading and tests.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     """Return a context manager in which Triton launches on the GPU of `tensor` (any shape).
 
     Triton launches on the *current* device, whatever the device of its arguments: without the guard, work on
-    `cuda:1` would be launched on `cuda:0`. On the CPU (Triton's interpreter) there is nothing to set. Nor if the
-    GPU is the current device already, which saves several microseconds a launch.
+    `cuda:1` would be launched on `cuda:0`. If the GPU is the current device already, the context manager does
+    nothing, which saves several microseconds a launch. For a CPU (Triton's interpreter), it does nothing, too.
     """
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)

@@ -17,10 +17,11 @@ for the best token. The first step of a search divides tokens into 512 ranges by
 tokens' keys begin with the same bits. The other four steps find 9, 9, 9 and 4 bits of the key. Tokens with the same
 score rank by their ids, as in a stable sort.
 
-**A step of a search is one launch.** One program looks at a part of a row, and adds the weights of its tokens to
-the row's 512 sums. The row's last program to finish chooses the range for the next step. There are three searches:
-for the end of top-k, for the end of top-p, and for the token at which the running sum passes the random number.
-They take 15 launches, which a captured graph makes cheap. Rows without top-k and top-p need no search.
+**A step of a search is one launch.** One program looks at a part of a row, and adds the weights of its tokens
+(for top-k: their number) to the row's 512 sums. The row's last program to finish chooses the range for the
+next step. There are three searches: for the end of top-k, for the end of top-p, and for the token at which
+the running sum passes the random number. They take 15 launches, which a captured graph makes cheap. Rows
+without top-k and top-p need no search.
 
 **Sums are exact.** Weights are rounded down to multiples of 2^-40, and added as integers. The order of such a sum
 does not matter, so programs may add in any order, and a row's result does not depend on other rows. A token whose
@@ -51,8 +52,9 @@ if HAS_TRITON:
 #: The token id of a row that has no token.
 NOT_A_TOKEN = -1
 
-#: Columns of a row's settings: temperature (0: greedy), top-k (0: tokens are not ranked), top-p, min-p, uniform.
-#: A seat's settings have the column of the first of several random numbers instead of one, and then these numbers.
+#: Number of a row's settings: temperature (0: greedy), top-k (0: tokens are not ranked), top-p, min-p, and a
+#: random number. In a seat's settings, a column takes the place of this number, and random numbers follow: see
+#: `SeatState`.
 SETTINGS = 5
 
 #: The most scores of a row that one program looks at.
@@ -70,11 +72,11 @@ FIELDS = 8
 
 
 class SeatState(NamedTuple):
-    """The state that a device holds between two decode steps for each seat, a sequence's place in the batch.
+    """The state of each seat (a place in the batch) that decode steps read and update on the device.
 
     Attributes:
-        latest: [seats] int64, the latest token.
-        positions: [seats] int64, the column of the latest token.
+        latest: [seats] int64, the latest token of the sequence at each seat.
+        positions: [seats] int64, the column of the latest token, valid when a decode step of the seat begins.
         settings: [seats, 5 + n] float64: temperature, top-k, top-p and min-p as for `draw_triton`, a column c, and
             the random numbers of the tokens drawn at columns c, c + 1, … c + n - 1.
     """
@@ -88,9 +90,10 @@ class SeatState(NamedTuple):
 
 
 def draw_reference(scores: Tensor, settings: Tensor | None = None) -> Tensor:
-    """Compute `draw_triton` in torch, row by row and by a sort, with the same arguments and result.
+    """Compute `draw_triton` in torch, row by row and by a sort.
 
-    For reading and for tests. Without Triton, `common.sampling` samples.
+    Arguments and result are the same, but there is no `ranked`. For reading and for tests. Without Triton,
+    `common.sampling` samples.
     """
     token_ids = torch.full(scores.shape[:1], NOT_A_TOKEN)
     for row, own in enumerate(scores.float().cpu()):
@@ -177,7 +180,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
     def _uniform_of(settings, columns_ptr, row, by_seat: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton has no types
-        """Return a row's random number: of a seat's, the one for the column of the row's token."""
+        """Return a row's random number; with `by_seat`, the one of the seat's settings for the row's column."""
         if by_seat:
             first = tl.load(settings + 4).to(tl.int64)
             uniform = tl.load(settings + 5 + tl.load(columns_ptr + row) - first)
@@ -187,7 +190,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _range_of(keys):  # type: ignore[no-untyped-def]  # Triton has no types
-        """Return the range of keys in the first step of a search: 1/64 of a distance each, the last without end."""
+        """Return the range of each key in a search's first step: 1/64 wide in distance, the last unbounded."""
         return tl.minimum(keys.to(tl.float32, bitcast=True) * 64.0, _RANGES - 1.0).to(tl.int32)
 
     @triton.jit
@@ -412,10 +415,11 @@ def draw_triton(scores: Tensor, settings: Tensor | None = None, *, ranked: bool 
     Args:
         scores: [S, vocab], any float type: after biases, penalties and masks. The best may be infinite, and others
             minus infinity. At most a million columns.
-        settings: [S, 5] float64, for each row: temperature, top-k, top-p, min-p, and a number in [0, 1) that
-            decides. A temperature of 0 takes the best token, the first among equals. With top-k 0, weights are
-            summed by token id, and top-p is not read. Otherwise top-k is in 1 to vocab, and weights are summed by
-            rank, the best first. A top-p above 1 filters nothing. None: all rows take the best token.
+        settings: [S, 5] float64, for each row: temperature, top-k, top-p, min-p, and the random number (at
+            least 0, below 1) that decides. A temperature of 0 takes the best token, the first among equals.
+            With top-k 0, weights are summed by token id, and top-p is not read. Otherwise top-k is in 1 to
+            vocab, and weights are summed by rank, the best first. A top-p above 1 filters nothing. None: all
+            rows take the best token.
         ranked: whether any row may have a top-k above 0.
 
     Returns:

@@ -9,11 +9,12 @@ few hundred has another last bit than a sum in one piece:
 1 row       (w0 x0 + … + w4095 x4095)  +  (w4096 x4096 + … + w8191 x8191)          two processors
 ```
 
-cuBLAS can be told not to divide sums (`whole_sums`). Its kernels then agree for 64 rows and more. But for fewer it
-has no fast kernel left: on an NVIDIA H200, a product that took 14 µs takes 186 µs. So few rows get the kernel of
-this module. A tensor core adds products in the order of the inputs, whatever the shape of the tiles. So a loop over
-tiles of inputs gives the bits of cuBLAS. That was measured on that GPU for the sizes of several models. At start, a
-server tries its model's products on its own GPU (`kernels.batch_invariance`).
+cuBLAS can be told not to divide sums (`whole_sums`). Its kernels then agree for 64 rows and more. But for
+fewer rows cuBLAS has no fast kernel left: on an NVIDIA H200, a product that took 14 µs takes 186 µs. So few
+rows get the kernel of this module. A tensor core adds products in the order of the inputs, whatever the shape
+of the tiles. So a loop over tiles of inputs gives the bits of cuBLAS. That was measured on that GPU for the
+sizes of several models. At start, a server tries its model's products on its own GPU
+(`kernels.batch_invariance`).
 
 A gated MLP's first product computes a tile of gates and the tile of their ups in one program, and writes
 `activation(gate) * up`: one launch instead of two.
@@ -204,7 +205,7 @@ class _Tile(NamedTuple):
 def _tile(rows: int, outputs: int, shared_bytes: int, *, gated: bool) -> _Tile:
     """Return a program's tile: the fastest on an NVIDIA H200, for most models.
 
-    A GPU with less shared memory holds fewer stages.
+    On a GPU with less shared memory than an H200, a program holds fewer tiles of inputs at a time (`stages`).
 
     Args:
         rows: of x.
@@ -220,9 +221,9 @@ def _tile(rows: int, outputs: int, shared_bytes: int, *, gated: bool) -> _Tile:
 def _fastest_tile(rows: int, outputs: int, *, gated: bool) -> _Tile:
     """Return the tile for a GPU with the shared memory of an H200; arguments as for `_tile`.
 
-    With few outputs, only narrow tiles give each processor something to read. A program with a narrow tile has few
-    sums, and each is added in one order, so there is little to share among warps. Two warps that load many inputs
-    in one step of the loop are faster than four that load fewer.
+    With few outputs, only narrow tiles give each processor something to read. A program with a narrow tile
+    has few sums, and each sum is added in one order, so there is little to share among warps. Two warps that
+    load many inputs in one step of the loop are faster than four that load fewer.
     """
     if rows <= 16:
         if gated:
@@ -245,7 +246,7 @@ def _fastest_tile(rows: int, outputs: int, *, gated: bool) -> _Tile:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a program may use. Triton's interpreter has no such limit."""
+    """Return the bytes of shared memory that a program may use. Triton's interpreter sets no limit."""
     if device.type != "cuda":
         return 2**31
     properties = torch.cuda.get_device_properties(device)

@@ -2,9 +2,9 @@
 
     gated_act(gate, up) = activation(gate) * up
 
-With SiLU it is SwiGLU (Llama, Qwen), with the tanh form of GELU it is GeGLU (Gemma). Gate and up come out of
-one fused matrix multiplication, side by side in each row; the kernel reads both halves and writes one, where
-eager torch writes the activation to memory and reads it back.
+With SiLU this is SwiGLU (Llama, Qwen), with the tanh form of GELU it is GeGLU (Gemma). Gate and up come out
+of one fused matrix multiplication, side by side in each row. The kernel reads both halves of a row and writes
+their product, while eager torch also writes the activation to memory and reads it back.
 """
 
 import torch
@@ -23,7 +23,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def gated_act(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply `activation` to the gates and multiply by the ups.
+    """Apply `activation` to the gates and multiply the results by the ups.
 
     Args:
         gate_up: [T, 2F] float32, bfloat16 or float16: the first F columns are the gates, the last F the ups.

@@ -5,8 +5,9 @@ scale[n] = max |W[n, :]| / 127            W[n, k]  ~  scale[n] * q[n, k],    q i
 y[n]     = scale[n] * sum of x[k] * q[n, k]
 ```
 
-Only weights are quantized, symmetrically and per output channel. Activations, keys and values keep their type. A
-row's largest weight becomes 127 or -127, and no weight moves by more than half a step, `scale / 2`.
+Only weights are quantized, symmetrically and per output channel. Activations, keys and values keep their
+type. The weight that is farthest from 0 in a row becomes 127 or -127, and no weight moves by more than half a
+step, `scale / 2`. A row of zeros stays a row of zeros.
 
 The reference multiplies in float32, and rounds a sum once. The native kernels (`kernels.linear`) do the same on
 panels.
@@ -72,7 +73,7 @@ def linear_int8_reference(x: Tensor, values: Tensor, scales: Tensor, bias: Tenso
 
 
 def _blocks(tensor: Tensor, row_weights: int) -> list[Tensor]:
-    """Split a tensor into views of consecutive rows: as many rows as hold at most `BLOCK_WEIGHTS` weights, or one.
+    """Split a tensor into views of consecutive rows, each of at most `BLOCK_WEIGHTS` weights, or of one row.
 
     `row_weights` is the number of weights of a row of the quantized matrix.
     """

@@ -18,20 +18,20 @@ product itself. With W packed once, a decode step reads each weight once, front 
 **A row has the same bits in any batch.** Every output is one sum over its inputs, in an order that depends only on
 the number of inputs. oneDNN's own products have that property for two or more rows, but not for one.
 
-**Each new number of rows costs time once.** The library compiles a small product for each number of rows up to 32,
-each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes would cost
-more: a decode step's time grows with every row, in every step. Few rows need no such product: they have loops of
-their own (`few_rows.h`), in bfloat16 where the processor has the instructions. On a processor with matrix tiles
-(`amx.h`) they have them only for int8 weights.
+**Each new number of rows costs time once.** The library compiles a small product for each number of rows up
+to 32, each number of inputs and each thread, at first use: 50 µs each on an AMD EPYC. Padding to fewer sizes
+would cost more: a decode step's time grows with every row, in every step. Few rows need no such product: they
+have loops of their own (`few_rows.h`), in bfloat16 where the processor has the instructions. On a processor
+with matrix tiles (`amx.h`), few bfloat16 rows have such loops only for int8 weights.
 
 **bfloat16 weights, float32 rows.** A float32 matrix whose numbers are all bfloat16 numbers, as those of most
-checkpoints are, is kept in bfloat16. A core widens weights where it multiplies them. That is exact, so a row has
-the bits that it has with float32 panels.
+checkpoints are, is kept in bfloat16. A core widens weights where it multiplies them. Widening is exact, so a
+row has the bits that it would have with float32 panels.
 
-**int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see `kernels.int8`). A
-core widens weights to the type of x, in its registers or its cache. That is exact: an int8 has at most eight
-significant bits, as many as a bfloat16. The products are added like any others, and each float32 sum is multiplied
-by its output's factor. So a row of x still has the same bits in any batch.
+**int8 weights.** A panel may hold int8 instead: half the bytes, for one factor an output (see
+`kernels.int8`). A core widens weights to the type of x, in its registers or its cache. Widening is exact: an
+int8 has at most eight significant bits, as many as a bfloat16. The products are added like any others, and
+each float32 sum is multiplied by its output's factor. So a row of x still has the same bits in any batch.
 
 A gated MLP's first product (see `kernels.gated_act`) has 32 gates and their 32 ups in one panel. So the kernel
 computes both together, and writes `activation(gate) * up` instead of the product.
@@ -49,15 +49,15 @@ GATES_IN_PANEL = 32  # and as many ups; kernels/linear.cpp relies on it
 
 
 def pack_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return `weight` in panels, for `packed_linear`. None if the native kernels cannot use it.
+    """Return `weight` in panels, for `packed_linear`. None if K is odd or the native kernels cannot be used.
 
     Args:
         weight: [N, K] float32, bfloat16 or int8, contiguous.
         dtype: the type of x; default: the type of `weight`. The two may differ only if `weight` is int8.
 
     Returns:
-        [ceil(N / 64), K / 2, 64, 2], for float32 [ceil(N / 64), K, 64, 1]; missing outputs are zero. A float32
-        weight becomes bfloat16 if that holds it exactly.
+        [ceil(N / 64), K / 2, 64, 2], or [ceil(N / 64), K, 64, 1] if x is float32. Missing outputs are zero. A
+        float32 weight becomes bfloat16 if bfloat16 holds all its numbers exactly.
     """
     dtype = dtype or weight.dtype
     if not has_native_products(weight, dtype) or weight.shape[1] % 2:
@@ -72,7 +72,7 @@ def packed_linear(
     """Compute `y = x W^T (+ b)` with a packed W.
 
     Args:
-        x: [T, K], the type of the weights, or the one for which int8 weights were packed.
+        x: [T, K], of the type for which the weights were packed (`dtype` of `pack_linear`).
         packed: from `pack_linear`.
         outputs: N.
         bias: [N].
@@ -94,7 +94,7 @@ def pack_gated_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tenso
         dtype: as for `pack_linear`.
 
     Returns:
-        [ceil(F / 32), K / 2, 64, 2], for float32 [ceil(F / 32), K, 64, 1]; missing outputs are zero.
+        [ceil(F / 32), K / 2, 64, 2], or [ceil(F / 32), K, 64, 1] if x is float32. Missing outputs are zero.
     """
     inputs = weight.shape[1]
     halves = weight.view(2, -1, inputs)

@@ -1,9 +1,9 @@
 """Builds the C++ kernels for CPUs once on each machine, and loads them into the process.
 
-Sources are the `.cpp` files beside this module. The first process that needs them builds them, which takes a
-compiler and some seconds. The library is kept outside the tree, under a key of everything it depends on, and later
-processes only load it. Without a compiler, or after any other error, torch computes every operation: more slowly,
-with results that differ by rounding.
+Sources are the `.cpp` files beside this module. The first process that needs the kernels builds a library of
+them, which takes a compiler and some seconds. The library is kept outside the repository, under a key of
+everything it depends on, and later processes with the same key only load it. Without a compiler, or after any
+other error, torch computes every operation: more slowly, with results that differ by rounding.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def is_loaded() -> bool:
 def has_products(dtype: torch.dtype) -> bool:
     """Return whether the kernels that use matrix products (linear layers and attention) work on this processor.
 
-    They use torch's micro kernels, which not every processor supports. Trying one is the only way to know.
+    They use torch's micro kernels, which not every processor supports. Only a trial can tell, so this
+    function tries a small product. The native kernels must be loaded.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -177,7 +178,10 @@ def _checksum(library: Path) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether a library exists and matches its checksum. Loading a truncated one would kill the process."""
+    """Return whether a library exists and matches its checksum.
+
+    Loading a truncated library would kill the process.
+    """
     try:
         return _checksum(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
     except OSError:
@@ -225,7 +229,7 @@ def _run_all(commands: Iterable[list[str]]) -> None:
 
 
 def count_libgomps() -> int:
-    """Return the number of copies of libgomp in this process (Linux; elsewhere 1). Each has its own workers."""
+    """Return the number of copies of libgomp in this process (Linux; elsewhere 1). Each has workers of its own."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

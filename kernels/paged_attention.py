@@ -34,15 +34,16 @@ column 0, and a row's splits are merged in order, in whichever kernel:
       merged        ((0 with 1) with 2), then sums / total
 ```
 
-A decoding sequence has few rows, so each of its splits is a program of its own, and a second, small kernel merges
-them (flash-decoding, Dao et al., 2023). A prompt has many tiles, so a program walks all splits of its tile and
-merges in registers. A decode pass has few rows, so its tiles have few rows. All other passes have larger tiles.
+A decoding sequence has few rows, so its splits are divided among several programs, and a second, small kernel
+merges them (flash-decoding, Dao et al., 2023). A prompt has many tiles, so a program computes all splits of
+its tile and merges them in registers. A decode pass has few rows, so its tiles have few rows. All other
+passes have larger tiles.
 
 A row's numbers are computed alike in tiles of any shape. A tensor core adds the products of an output in the
-order of their columns. The largest score is the same in any order. A sum of weights would not be, so it is a
-product with a column of ones. And the compiler may not fuse a product with a sum. So a token that is decoded,
-prefilled in any chunk, or verified as a guess gets the same bits. A column that is hidden from a row has a weight
-of 0, which changes no bit.
+order of their columns. The largest score is the same in any order. An ordinary sum of weights would not be,
+so the sum is computed as a product with columns of ones. And the compiler may not fuse a product with a sum.
+So a token that is decoded, prefilled in any chunk, or verified as a guess gets the same bits. A column that
+is hidden from a row has a weight of 0, which changes no bit.
 
 Positions are read on the device. So a short sequence beside a long one costs little more than alone, and a captured
 launch may be replayed while its sequences grow.
@@ -73,7 +74,7 @@ NO_WINDOW = 2**31 - 1
 #: Columns of a split, a multiple of every tile's columns. Results depend on it: see the module.
 SPLIT_COLUMNS = 512
 
-#: Up to so many programs leave processors idle (an NVIDIA H200 has 132).
+#: A launch of up to this many programs leaves processors idle (an NVIDIA H200 has 132).
 FEW_PROGRAMS = 128
 
 #: The most programs that share the splits of a tile. Beyond it, a program computes several splits.
@@ -88,7 +89,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """Compute the kernel's result in torch, one query at a time, in float32. On CUDA the host waits.
 
-    For reading and for tests. Without Triton, `kernels.attention.gathered_attention` runs instead.
+    For reading and for tests. Without Triton, `kernels.attention.attention` uses other implementations.
 
     Arguments and result as in `paged_attention_triton`.
     """
@@ -119,9 +120,10 @@ if HAS_TRITON:
     def _weigh(weights, v):  # type: ignore[no-untyped-def]  # Triton has no types
         """Multiply weights [R, C] float32 by v [C, D] -> [R, D] float32.
 
-        Tensor cores need both factors in one type. Rounding the weights to bfloat16 would lose as much precision as
-        rounding the result. So they are multiplied in two parts: the rounded weights, and the rounding error. The
-        second product takes no extra time in decode, since loads take longer.
+        If v is float32, this is one product. Otherwise tensor cores need the weights in v's type, and rounding them
+        would lose as much precision as rounding the result. So two products are added: of the rounded weights, and
+        of their rounding errors. In decode, the second product takes no extra time, since loading v takes longer
+        than both.
         """
         if v.dtype == tl.float32:
             return tl.dot(weights, v, input_precision="ieee")

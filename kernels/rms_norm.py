@@ -6,8 +6,8 @@ LayerNorm without the subtraction of the mean. Llama and Qwen multiply by `weigh
 from one and multiplies by `1 + weight`: that is `offset=1.0`.
 
 A norm does a handful of operations per element, so on a GPU its time is the time to move the rows through
-memory. As separate operations (square, mean, multiply, multiply, cast) it moves them several times; the
-kernel reads a row once, keeps it in registers and writes it once. `fused_add_rms_norm` saves one more round
+memory. As separate operations (square, mean, multiply, multiply, cast), a norm moves the rows several times.
+The kernel reads a row once, keeps it in registers and writes it once. `fused_add_rms_norm` saves one more round
 trip: the residual sum is written for the next layer and normalised while it is still in registers.
 """
 
@@ -99,8 +99,8 @@ def rms_norm_reference(
 ) -> torch.Tensor:
     """Compute `rms_norm` in torch, with the same arguments and result.
 
-    `F.rms_norm` computes in float32 and rounds once by itself, in one call: dispatching five small operations
-    is most of the time of a decode step's norm on a CPU. It wants input and weight of one dtype.
+    `F.rms_norm` computes in float32 and rounds once, and needs input and weight of one dtype. It is one call:
+    in a decode step on a CPU, dispatching five small operations would take longer than computing them.
     """
     row = x.shape[-1:]
     if offset == 0.0 and weight.dtype == x.dtype:

@@ -106,9 +106,9 @@ def rope_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `rope` in torch, with the same arguments and results.
 
-    Written for few operations, because in a decode step each costs more to dispatch than to compute: q and k
-    are turned as one tensor, and the halves of a head are two rows of a [T, heads, 2, D/2] view, so that one
-    multiplication applies the cosine to both.
+    Written with few operations, because in a decode step an operation takes longer to dispatch than to
+    compute: q and k are turned as one tensor, and the halves of a head are two rows of a [T, heads, 2, D/2]
+    view, so that one multiplication applies the cosine to both.
     """
     if positions is not None:
         cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
@@ -326,7 +326,7 @@ def norm_rope_write_triton(
     v_store: torch.Tensor,
     addresses: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys, and write keys and values to their store, in one launch.
+    """Norm and rotate queries and keys, and write keys and values to their stores, in one launch.
 
     Args:
         heads: [T, Hq + 2 Hkv, D], the projected queries, keys and values of each token. Last dimension contiguous.
@@ -336,7 +336,7 @@ def norm_rope_write_triton(
         addresses: [T] int64, rows of the stores seen as [blocks * block_size, Hkv, D].
 
     Returns:
-        q [T, Hq, D], contiguous.
+        The rotated queries [T, Hq, D], contiguous.
     """
     heads_kv = k_store.shape[2]
     q, k, v = heads.split_with_sizes([heads.shape[1] - 2 * heads_kv, heads_kv, heads_kv], dim=1)
@@ -359,7 +359,7 @@ def _launch(
     k_out: torch.Tensor,
     v_out: torch.Tensor | None,
 ) -> None:
-    """Launch the kernel. With `v`, `addresses` and `v_out`, keys and values go to their store."""
+    """Launch the kernel. With `v`, `addresses` and `v_out`, keys and values are written to their stores."""
     tokens, heads_q, head_dim = q.shape
     if tokens == 0:
         return  # nothing to launch

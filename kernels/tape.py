@@ -35,7 +35,7 @@ class CannotRecordError(RuntimeError):
 
 
 class Tape:
-    """One recorded function. Any thread may play it, one at a time."""
+    """One recorded function. Any thread may play it, but only one thread at a time."""
 
     def __init__(self, recorded: Any) -> None:
         self.recorded = recorded
@@ -70,7 +70,10 @@ def record(function: Function, *inputs: Tensor) -> tuple[Tape, tuple[Tensor, ...
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Adds every operator that torch calls to the tape. The tape refers to a tensor by a number, its slot."""
+    """Adds every operator that torch calls to the tape.
+
+    The tape refers to inputs and results of operators by numbers, their slots.
+    """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -123,7 +126,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     def _result_slots(self, result: Any) -> list[int]:
         """Return the slots of a call's result, a tensor or a list of tensors.
 
-        A tensor that the call wrote in place keeps its slot. Any other result gets a new slot.
+        A tensor that has a slot already, since the call wrote the tensor in place, keeps it. Any other result
+        gets a new slot.
         """
         tensors = [result] if isinstance(result, Tensor) else result
         made = [tensor for tensor in tensors if id(tensor) not in self._slots]
@@ -153,7 +157,7 @@ _BY_LAYOUT = (
 
 
 class _LayoutCheck(TorchFunctionMode):
-    """Raises CannotRecordError for a call that copies its tensor only if the tensor has several rows.
+    """Raises CannotRecordError for a call in `_BY_LAYOUT` that copies its tensor only if it has several rows.
 
     A recording made with one row would lack that copy.
     """
@@ -182,7 +186,10 @@ class _LayoutCheck(TorchFunctionMode):
 
 
 def _with_more_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor on the meta device with size 2 in dimensions of size 1 whose stride is not the dense one."""
+    """Return a meta tensor like `tensor`, but with size 2 in some dimensions of size 1.
+
+    These are the dimensions whose stride is not that of a dense tensor: rows of a wider tensor, for example.
+    """
     dense = torch.empty(tensor.shape, device="meta").stride()
     sizes = [
         2 if size == 1 and stride != packed else size

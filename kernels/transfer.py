@@ -12,10 +12,10 @@ ALIGNED = 16  # bytes: the beginning of each tensor in a block
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to `device` without blocking the host.
+    """Copy a host tensor to `device` without blocking the host. On a CPU, returns the same tensor.
 
-    A copy to a GPU goes through pinned memory. A copy from pageable memory may wait until the device has done all
-    earlier work, and so does `torch.tensor(..., device=...)`. torch reuses the pinned memory when the copy is done.
+    A copy to a GPU goes through pinned memory, which torch reuses when the copy is done. A copy from pageable
+    memory, as in `torch.tensor(..., device=...)`, may block until the device has done all earlier work.
     """
     pinned = host.pin_memory() if device.type == "cuda" else host
     return pinned.to(device, non_blocking=True)

@@ -29,6 +29,9 @@ class Config(PipelinedConfig):
         return min(max(super().max_pass_tokens(), self.max_sampled_rows()), self.kv_tokens())
 
     def max_sampled_rows(self) -> int:
-        """Return the most rows that a token is sampled from: one for each sequence, and one for each guess."""
+        """Return the most rows of a pass from which a token is sampled: one for each sequence and guess.
+
+        Guesses are added only as long as a step has at most `draft_rows` rows (None: `MOST_ROWS`).
+        """
         sequences = super().max_sampled_rows()
         return max(sequences, min(sequences * (1 + self.draft_length), self.draft_rows or MOST_ROWS))

@@ -14,7 +14,7 @@ from typing import Protocol
 
 LONGEST = 4  # how many last tokens are looked up, at most
 NEAR = 64  # tokens after the end of the latest match that are searched first: often only a few words differ
-MOST_TOKENS = 32_768  # of finished requests that a dictionary holds, at 0.4 kB each; then it is emptied
+MOST_TOKENS = 32_768  # a dictionary with more (0.4 kB each) is emptied before a text is added
 
 
 class Drafter(Protocol):
@@ -29,8 +29,8 @@ class Drafter(Protocol):
 class Dictionary:
     """A text of tokens, and an index of every run of 1 to 4 successive tokens in it.
 
-    The index maps a run to the *place* after its latest occurrence: the position in the text of the token that
-    follows it. A lookup and the addition of a token are O(1).
+    The index maps a run to the *place* after its latest occurrence: the position in the text at which the
+    next token stands, or will stand. A lookup and the addition of a token are O(1).
     """
 
     def __init__(self) -> None:
@@ -44,17 +44,20 @@ class Dictionary:
             self._places[tuple(self.text[-n:])] = len(self.text)
 
     def find(self, last: Sequence[int], longer_than: int = 0) -> tuple[int, int] | None:
-        """Find the longest run of at most 4 tokens that ends `last` and occurs in the text. Return the place after
-        its latest occurrence and its length; None if there is no such run of more than `longer_than` tokens."""
+        """Return the place after the latest occurrence of a run in the text, and the run's length.
+
+        The run is the longest of at most 4 tokens that stands at the end of `last` and occurs in the text.
+        None: no run of more than `longer_than` tokens does.
+        """
         for n in range(min(LONGEST, len(last)), longer_than, -1):
             if (at := self._places.get(tuple(last[-n:]))) is not None:
                 return at, n
         return None
 
     def add(self, text: Sequence[int]) -> None:
-        """Add the text of a finished request, for later requests to look up.
+        """Add the text of a request that has ended, for later requests to look up.
 
-        If there are more than `MOST_TOKENS` tokens already, all earlier texts are forgotten first.
+        If the dictionary has more than `MOST_TOKENS` tokens already, it forgets all earlier texts first.
         """
         if len(self.text) > MOST_TOKENS:
             self.text, self._places = [], {}
@@ -63,15 +66,17 @@ class Dictionary:
 
 
 class NgramDrafter:
-    """Guesses that a text continues as it did after the latest earlier occurrence of its last tokens.
+    """Guesses that a text continues as it did after an earlier occurrence of its last tokens.
 
-    While new tokens equal the tokens that followed that occurrence, the match grows, whether or not the guesses are
-    computed.
+    The *match* is the longest run of up to 4 last tokens that occurred before: its latest occurrence, or one
+    shortly after the place where the previous match ended. While new tokens equal the tokens that follow the
+    match, the match grows, whether or not the guesses are computed.
 
     Args:
         prompt: the request's prompt.
-        prediction: tokens that the answer is expected to begin with.
-        shared: the texts of other requests, for tokens that the request's own text does not contain.
+        prediction: tokens that the answer may contain. At first it is expected to begin with them.
+        shared: the texts of other requests. They are used if they contain more of the last tokens than the
+            request's own text does.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class NgramDrafter:
         self.matched, self._seen, self._at = 0, 0, 0
         self._own, self._shared = Dictionary(), shared
         self._source = self._own.text
-        self._broken: tuple[list[int], int] = ([], 0)  # the text and the place where the latest match ended
+        self._broken: tuple[list[int], int] = ([], 0)  # text and place where the latest match ended
         self.propose(prompt, 0)
         if prediction:
             self._source, self._at, self.matched = self._own.text, len(prompt), LONGEST
@@ -90,8 +95,9 @@ class NgramDrafter:
     def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Look up the tokens that came since the last call, and return up to `limit` guesses.
 
-        The guesses are the tokens after the match, in the text where it was found. If that text ends first, the
-        guesses repeat from the first token after the match. Without a match, the result is empty.
+        The guesses are the tokens after the match, in the text that contains it. If that text ends before
+        there are `limit` guesses, they repeat from the first token after the match. Without a match, or if
+        nothing follows it, the result is empty.
         """
         for end in range(self._seen + 1, len(token_ids) + 1):
             self._follow(token_ids[max(0, end - LONGEST) : end])
@@ -100,8 +106,8 @@ class NgramDrafter:
         return list(itertools.islice(itertools.cycle(run), limit))  # a text that repeats itself is repeated
 
     def _follow(self, last: Sequence[int]) -> None:
-        """Extend the match if the newest token, the last of `last`, follows it, else drop the match. If the match
-        is shorter than `LONGEST`, search for a longer one. Then append the token to the text."""
+        """Extend the match if the newest token, `last[-1]`, follows the match, else drop the match. If the
+        match is now shorter than `LONGEST`, search for a longer match. Then append the token to the text."""
         if self.matched and self._at < len(self._source) and self._source[self._at] == last[-1]:
             self._at, self.matched = self._at + 1, self.matched + 1
         else:
@@ -116,9 +122,10 @@ class NgramDrafter:
         self._own.append(last[-1])
 
     def _behind_break(self, run: Sequence[int]) -> int | None:
-        """Return the first place after an occurrence of `run` near the place where the latest match ended, or None.
+        """Return the first place after an occurrence of `run` within the `NEAR` tokens after the place where
+        the latest match ended.
 
-        Near are the next `NEAR` tokens.
+        None: there is no such place, or that match was in another text than the present match.
         """
         text, broken_at = self._broken
         if text is not self._source:

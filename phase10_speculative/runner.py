@@ -7,8 +7,8 @@
   sampled       x        y  q  …      x and y were guessed right, q is the next token, the last row is dropped
 ```
 
-Each row samples as ordinary decoding would if the guesses before it were the text. So the tokens are those of
-ordinary decoding, whatever was guessed.
+Each row samples as ordinary decoding would if the guesses before the row were part of the text. So, apart
+from rounding (`kernels.batch_invariance`), the tokens are those of ordinary decoding, whatever was guessed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phase9_pipelined.state import MAX_IN_FLIGHT
 
 
 class SpeculativeRunner(PipelinedRunner):
-    """Phase 9's runner. A step with guesses is in flight alone: it is committed before the next is planned."""
+    """Phase 9's runner, but a step with guesses is committed before the next step is planned."""
 
     def decode_share(self, request: Request) -> PassShare:
         """Return a request's part of the pass: its latest token and the guesses after it. A guess's column counts

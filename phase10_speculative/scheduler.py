@@ -8,9 +8,9 @@ plan              no guess pays   guesses pay:
                                   until t+1 is read
 ```
 
-A guess needs the latest token on the host, so a step with guesses cannot run ahead. Guesses are made for every
-decode step, and compared with the tokens that come. They are computed only if they pay. So their computation pauses
-while guesses fail, and starts again when they would come true.
+A guess needs the latest token on the host, so a step with guesses cannot run ahead. Guesses are made for
+every decode step, and compared with the tokens that come. Unless `draft_rows` is set, they are computed only
+if they pay. So their computation pauses while guesses fail, and starts again when guesses would come true.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from phase10_speculative.yields import START, Guesser, worthwhile
 
 logger = logging.getLogger(__name__)
 
-MOST_SALTS = 8  # cache salts with a dictionary; the longest unused one is dropped
+MOST_SALTS = 8  # cache salts with a dictionary; for one more, the least recently used dictionary is dropped
 
 
 class SpeculativeScheduler(PipelinedScheduler):
-    """Phase 9's scheduler. It guesses after it has admitted, so guesses take no memory that a request waits for."""
+    """Phase 9's scheduler. It admits requests first, so guesses take no memory that a request waits for."""
 
     config: Config
 
     def __init__(self, config: Config, clock: Clock) -> None:
         super().__init__(config, clock)
         self.row_cost = RowCost() if config.draft_length and config.draft_rows is None else None
-        self._rates = [*START]  # how often guesses came true, of all requests
-        self._texts = functools.lru_cache(MOST_SALTS)(lambda _: Dictionary())  # of finished requests
+        self._rates = [*START]  # how often guesses of all requests came true: see `START`
+        self._texts = functools.lru_cache(MOST_SALTS)(lambda _: Dictionary())  # of requests that have ended
         self._guessers: dict[Request, Guesser] = {}
         self._planned = StepPlan()
 
@@ -65,8 +65,12 @@ class SpeculativeScheduler(PipelinedScheduler):
         return self._planned
 
     def _with_guesses(self, plan: StepPlan, pool: SchedulerPool) -> StepPlan:
-        """Choose the guesses that a plan computes, and reserve their columns. Returns the plan, requests without
-        guesses first. If guesses help but a step is in flight, plans nothing: the step's tokens are read first."""
+        """Choose the guesses to compute (`worthwhile`), and reserve their columns. Returns the plan, with
+        requests without guesses first.
+
+        If there are guesses to compute but a step is in flight, returns an empty plan: that step's tokens
+        must be read first.
+        """
         rows = len(plan.decode) + sum(chunk.end - chunk.start for chunk in plan.prefill)
         spare_rows = (self.config.draft_rows or MOST_ROWS) - rows
         counts = worthwhile([self._guess(each) for each in plan.decode], rows, spare_rows, self.row_cost)
@@ -83,7 +87,8 @@ class SpeculativeScheduler(PipelinedScheduler):
         return StepPlan(tuple(decode), plan.prefill, verifies=bool(decode[-1].drafts))
 
     def _guess(self, request: Request) -> list[float]:
-        """Guess a request's next tokens. Returns how likely each guess is to come true; [] if guessing failed."""
+        """Guess a request's next tokens. Returns how likely each guess is to come true (see `Guesser.guess`);
+        [] if guessing failed."""
         missing = request.max_total_tokens - request.num_tokens - 1  # beside the token that is certain
         try:
             if request not in self._guessers:

@@ -30,8 +30,9 @@ LEAST_GAIN = 1.05  # least ratio of tokens/s with guesses to tokens/s without: l
 class Guesser:
     """Guesses one request's tokens, and says how likely each guess is to come true.
 
-    Every guess is compared with the token that comes, whether or not the guess was computed. For each length of the
-    match that a guess follows, a running mean says how many guesses come true.
+    Guesses are compared with the tokens that come, up to the first wrong guess, whether or not they were
+    computed. For each length of the match that a guess follows, a running mean says which share of the
+    guesses comes true.
 
     Args:
         request: the request whose tokens are guessed.
@@ -51,10 +52,10 @@ class Guesser:
         self._known = 0
 
     def guess(self, limit: int) -> list[float]:
-        """Compare earlier guesses with the tokens that came, and guess up to `limit` tokens after those in flight.
+        """Compare earlier guesses with the tokens that came. Guess the tokens in flight and `limit` more.
 
         Returns:
-            How likely each of these guesses is to come true, together with all guesses before it.
+            For each guess after the tokens in flight: how likely it and all guesses before it come true.
         """
         known, pending = self._request.token_ids, self._request.pending_tokens
         for length, guess, token_id in zip(self._matches, self.guesses, known[self._known :], strict=False):
@@ -75,13 +76,14 @@ class Guesser:
 def worthwhile(
     guesses: Sequence[Sequence[float]], rows: int, spare_rows: int, cost: RowCost | None
 ) -> list[int]:
-    """Return how many guesses of each sequence to compute.
+    """Return how many guesses of each sequence to compute: the likeliest of all sequences.
 
     Args:
         guesses: for each sequence that gets a token, the probabilities that its guesses come true, descending.
         rows: rows of the step without guesses.
         spare_rows: how many guesses to compute at most.
-        cost: choose only guesses that raise the tokens a second; None: choose as many as there are spare rows.
+        cost: choose only guesses that raise the tokens a second, and none if all together raise them by less
+            than `LEAST_GAIN`. None: choose as many as there are spare rows.
     """
     likeliest = sorted(((p, i) for i, each in enumerate(guesses) for p in each), key=lambda each: -each[0])
     del likeliest[max(0, spare_rows) :]

@@ -1,4 +1,6 @@
-"""KV memory of one batch at a time: a row for each request, all as long as the longest prompt and answer need.
+"""KV memory of one batch at a time: a row for each request.
+
+All rows are as long as the longest prompt and the longest allowed answer together, at most `max_seq_len`:
 
 ```text
 prompts of 3, 7 and 5 tokens, up to 4 new ones       row length = 7 + 4 = 11
@@ -8,12 +10,12 @@ prompts of 3, 7 and 5 tokens, up to 4 new ones       row length = 7 + 4 = 11
   row 2   p p p p p g g g g · ·
 ```
 
-Each sequence counts its own columns. So a short prompt's first new token is stored right after its last real token,
-over the padding.
+Each sequence counts its own columns. So a short prompt's first new token is stored right after the prompt's
+last token, over the padding.
 
 The length of the rows is known once the batch is complete. So this pool, unlike those of later phases, allocates
-its store while a plan is executed: in the `view` of the batch's first pass. It frees the store with the batch's
-last request.
+its store while a plan is executed: in the `view` of the batch's first pass. It frees the store when the
+batch's last request is released.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from phase4_static.config import Config
 
 
 class StaticKVCache(KVPool):
-    """Rows of equal length, allocated when a batch first runs and freed when its last request leaves.
+    """Holds rows of equal length: allocated when a batch first runs, freed with the batch's last request.
 
     A row is a block of the store: block `i` belongs to slot `i`.
     """
@@ -46,7 +48,7 @@ class StaticKVCache(KVPool):
 
     @property
     def block_size(self) -> int:
-        """The length of a row, in columns."""
+        """The length of a row, in columns; 0 if there is no batch."""
         return min(self._longest_prompt + self._most_new, self.max_seq_len)
 
     @property

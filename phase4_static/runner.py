@@ -1,4 +1,4 @@
-"""Computes a rectangle: prompts padded to the longest, then one column a step until the last row is done."""
+"""Computes a rectangle: prompts padded to the longest prompt, then one token of every row in each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from common.scheduling import PrefillChunk, StepPlan
 class StaticRunner(Runner):
     """Runs one pass a step: either all prompts, or one token of every row.
 
-    A row is the tokens of one sequence. A pass that fails is not split: all requests of the batch fail.
+    A row is the tokens of one sequence. A pass that fails is not split: all requests of the batch that have
+    not ended fail.
     """
 
     def passes(self, plan: StepPlan) -> Iterable[ForwardPass]:
@@ -23,10 +24,11 @@ class StaticRunner(Runner):
             yield self.prefill_pass(plan.prefill)
 
     def prefill_pass(self, chunks: Sequence[PrefillChunk]) -> ForwardPass:
-        """Return the pass of all prompts, each padded on the right to the longest: T = B × longest tokens.
+        """Return the pass of all B prompts, each padded on the right to the longest: B × longest tokens.
 
-        The padding repeats the prompt's own last token. No real query sees the pad columns, but attention
-        multiplies them by the weight 0, and 0 × NaN is NaN. So the padding must not be a token that may give a NaN.
+        The padding repeats the prompt's own last token. No query of a prompt sees the padding, but attention
+        multiplies the padding's values by the weight 0, and 0 × NaN is NaN. Padding with another token could bring
+        in a NaN that the prompt does not have.
         """
         longest = max(chunk.end for chunk in chunks)
         shares = tuple(
@@ -42,12 +44,12 @@ class StaticRunner(Runner):
         return ForwardPass(shares, splittable=False, padded_tokens=padded)
 
     def decode_pass(self, requests: Sequence[Request]) -> ForwardPass:
-        """Return the pass that computes each row's latest token. Rows of requests that are done are idle."""
+        """Return the pass that computes each row's latest token. Rows of ended requests are idle."""
         shares = tuple(self.idle_share(r) if r.is_terminal else self.decode_share(r) for r in requests)
         return ForwardPass(shares, splittable=False, idle_rows=sum(r.is_terminal for r in requests))
 
     def idle_share(self, request: Request) -> PassShare:
-        """Return an idle row's part of a pass: the row's last column is computed again, without a result."""
+        """Return an idle row's part of a pass: the row's last column is computed again, without sampling."""
         slot = self.slot(request)
         length = self.pool.get_seq_len(slot)
         column = max(length - 1, 0)

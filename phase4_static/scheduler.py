@@ -23,8 +23,8 @@ from phase4_static.config import Config
 class StaticScheduler(Scheduler):
     """Schedules one batch at a time.
 
-    A batch starts when `max_batch_size` requests wait, or `batch_wait_timeout_s` seconds after the first of these
-    requests reached an idle engine. If requests wait already when a batch retires, the time starts then.
+    A batch starts when `max_batch_size` requests wait, or `batch_wait_timeout_s` seconds after the empty
+    queue of an idle engine got a request. If requests wait when a batch retires, the seconds count from then.
     """
 
     has_priorities: ClassVar[bool] = False  # while a batch runs, none of its requests can be preempted
@@ -45,7 +45,7 @@ class StaticScheduler(Scheduler):
         return retired
 
     def _clear_seats(self) -> list[Request]:
-        """Remove and return the whole batch once its last request is done. Returns nothing before."""
+        """Remove and return the whole batch once all its requests have ended. Until then, return []."""
         if not all(request.is_terminal for request in self.active):
             return []
         done, self.active = self.active, []
@@ -55,7 +55,7 @@ class StaticScheduler(Scheduler):
         return []
 
     def admit(self, pool: SchedulerPool) -> None:
-        """Admit a batch if none runs, and it is full or has waited long enough."""
+        """If no batch runs, admit the next batch, once it is full or has waited long enough."""
         if not self.active and self._is_due(self.clock()):
             self._fill_seats(pool)
             self._forming_since = None
@@ -63,7 +63,7 @@ class StaticScheduler(Scheduler):
     def plan(self) -> StepPlan:
         """Plan the whole batch: all prompts in the first step, one token of every row in later steps.
 
-        Requests that are done are part of the plan, since their rows are computed, too.
+        Requests that have ended are part of the plan, since their rows are computed, too.
         """
         if any(request.state is RequestState.PREFILL for request in self.active):
             return StepPlan(prefill=tuple(PrefillChunk(r, 0, len(r.token_ids)) for r in self.active))
@@ -79,7 +79,7 @@ class StaticScheduler(Scheduler):
         return now if self._is_due(now) else self._deadline()
 
     def _start_timer(self) -> None:
-        """Start the timer of the next batch if no batch runs and requests wait. Clear it otherwise."""
+        """Let the next batch's timer run while no batch runs and requests wait. Otherwise clear the timer."""
         if self.active or not self.waiting:
             self._forming_since = None
         elif self._forming_since is None:
@@ -92,6 +92,6 @@ class StaticScheduler(Scheduler):
         )
 
     def _deadline(self) -> float:
-        """Return when the next batch starts, full or not, on the engine's clock."""
+        """Return the time on the engine's clock at which the next batch starts, even if it is not full."""
         assert self._forming_since is not None
         return self._forming_since + self.batch_wait_timeout_s

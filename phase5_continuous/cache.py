@@ -1,4 +1,4 @@
-"""KV memory as slots: one for each running sequence, allocated at admission and freed at retirement.
+"""KV memory as slots: one for each active sequence, allocated at admission, freed on leaving the batch.
 
 ```text
 slot 0   A A A A A A A · · · · · · · · ·      each slot has max_seq_len columns,
@@ -36,7 +36,7 @@ class SlottedKVCache(KVPool):
     # ------------------------------------------------------------------ slots
 
     def allocate_slot(self) -> int:
-        """Allocate an empty slot. RuntimeError: none is free."""
+        """Allocate a free slot. Returns its number. RuntimeError: all slots are in use."""
         if not self._free_slots:
             raise RuntimeError(f"all {self.num_slots} KV slots are in use")
         slot = self._free_slots.pop()
@@ -49,7 +49,7 @@ class SlottedKVCache(KVPool):
         self._free_slots.append(slot)
 
     def free_slot_count(self) -> int:
-        """Return how many more sequences can be admitted."""
+        """Return the number of free slots, so of sequences that can still be admitted."""
         return len(self._free_slots)
 
     # ------------------------------------------------------------------ KVPool

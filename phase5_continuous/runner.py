@@ -1,4 +1,4 @@
-"""Computes decode tokens first, then new prompts one after another, in as few passes as the token limit allows.
+"""Computes decode tokens in a first pass, then prompts end to end in passes of limited length.
 
 ```text
 phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p
@@ -6,8 +6,8 @@ phase 4   p p p · · · ·       phase 5   p p p p p p p p p p p p
           p p · · · · ·       no padding, whatever the lengths
 ```
 
-The order of passes makes no difference to clients: a step's tokens are delivered after its last pass. A fixed order
-makes a step predictable. Sequences that share a pass (phase 7) have the same order.
+The order of passes makes no difference to clients: a step's tokens are delivered after its last pass. A fixed
+order makes a step predictable. In a pass of phase 7, decode tokens come before prompts, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phase5_continuous.config import Config
 
 
 class ContinuousRunner(Runner):
-    """Runs flat passes over any subset of slots, of any lengths, without padding."""
+    """Runs flat passes: the tokens of several sequences, of any lengths, end to end and without padding."""
 
     config: Config
 

@@ -16,13 +16,13 @@ from common.scheduling import PrefillChunk, Scheduler, StepPlan
 
 
 class ContinuousScheduler(Scheduler):
-    """Retires finished requests and admits waiting ones, first come, first served, in every step."""
+    """Retires requests that are done and admits waiting requests (`next_waiting`), in every step."""
 
     def queue_room(self) -> int:
         """Return how many more requests the queue takes. Free seats count, since the next step fills them.
 
-        If memory is short (from phase 6 on) the seats may stay free. Then that many more requests than
-        `max_waiting_requests` can wait.
+        The seats may stay free: if memory is short (from phase 6 on), or the engine is paused. Then more
+        requests than `max_waiting_requests` can wait: one more for each free seat.
         """
         return super().queue_room() + self.free_seats
 
@@ -36,7 +36,8 @@ class ContinuousScheduler(Scheduler):
         self._fill_seats(pool)
 
     def plan(self) -> StepPlan:
-        """Plan one token for each decoding request, and the prompts of newly admitted requests."""
+        """Plan one token for each request that wants one (`Request.wants_token`), and the whole prefill of
+        each newly admitted request."""
         return StepPlan(
             decode=tuple(r for r in self.active if r.wants_token),
             prefill=tuple(PrefillChunk.rest(r) for r in self.active if r.state is RequestState.PREFILL),

@@ -1,4 +1,4 @@
-"""Tracks free blocks and the owners of allocated ones: ids only, no tensors."""
+"""Tracks free blocks and the owners of allocated blocks: ids only, no tensors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BlockAllocator(Generic[Owner]):
         self.force_free(blocks)
 
     def force_free(self, blocks: Iterable[int]) -> int:
-        """Free the blocks among `blocks` that are allocated. Returns their number. For reclaiming leaked blocks."""
+        """Free the blocks among `blocks` that are allocated, and ignore the others. Returns their number."""
         held = [block for block in dict.fromkeys(blocks) if block in self._owners]
         for block in held:
             del self._owners[block]
@@ -84,7 +84,7 @@ class BlockAllocator(Generic[Owner]):
         return set(self._owners)
 
     def find_leaked_blocks(self, active_owners: Iterable[Owner]) -> dict[Owner, set[int]]:
-        """Return the ids of blocks whose owners are not among `active_owners`, by owner."""
+        """Return, for each owner of blocks that is not among `active_owners`, the ids of its blocks."""
         active = set(active_owners)
         leaked: dict[Owner, set[int]] = defaultdict(set)
         for block, owner in self._owners.items():

@@ -40,7 +40,7 @@ class BlockTables:
     entries that have changed.
 
     Attributes:
-        tensor: [seats, blocks] int64, on the host.
+        tensor: [seats, blocks] int64, on the host. Row s begins with the blocks of the sequence at seat s.
     """
 
     def __init__(self, seats: int, blocks: int, device: torch.device) -> None:
@@ -51,25 +51,25 @@ class BlockTables:
         self._on_device = self.tensor  # [seats, blocks], int32 on a GPU
         if device.type != "cpu":
             self._on_device = torch.zeros(seats, blocks, dtype=torch.int32, device=device)
-        self._changed: set[int] = set()  # entries that the device's copy lacks
+        self._changed: set[int] = set()  # entries of the flat tensor that the device's copy lacks
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def take_seat(self) -> int:
-        """Take a free row. Returns its index. IndexError: none is free."""
+        """Take a free seat, a row of the tensor. Returns its index. IndexError: no seat is free."""
         return self._free.pop()
 
     def free_seat(self, seat: int) -> None:
         self._free.append(seat)
 
     def clear(self) -> None:
-        """Free all rows."""
+        """Free all seats."""
         self._free = list(reversed(range(len(self.tensor))))
 
     def write(self, seat: int, first: int, blocks: Sequence[int]) -> None:
-        """Write block ids into a row, from entry `first` on."""
+        """Write block ids into a seat's row, from entry `first` on."""
         at = seat * self._width + first
         self._ids[at : at + len(blocks)] = array("q", blocks)
         if self._on_device is not self.tensor:
@@ -89,7 +89,7 @@ class BlockTables:
 
 
 class PagedKVCachePool(KVPool):
-    """Block tables over one store of `num_blocks` blocks.
+    """Holds KV memory in `num_blocks` blocks, and a block table for each sequence that has memory.
 
     A slot is the number of a sequence's block table. No number is used twice.
     """
@@ -146,7 +146,7 @@ class PagedKVCachePool(KVPool):
         return slot
 
     def grow(self, slot: int, tokens: int) -> None:
-        """Extend a block table to hold `tokens` tokens.
+        """Extend a block table until its blocks hold `tokens` tokens in all.
 
         Raises:
             KeyError: the slot is not in use.
@@ -158,7 +158,7 @@ class PagedKVCachePool(KVPool):
         table += blocks
 
     def free_slot(self, slot: int) -> None:
-        """Free a slot and its blocks. KeyError: it is not in use."""
+        """Free a slot and its blocks. KeyError: the slot is not in use."""
         table = self._tables.pop(slot)
         self._rows.free_seat(self._seats.pop(slot))
         del self._lengths[slot]
@@ -214,7 +214,7 @@ class PagedKVCachePool(KVPool):
     # ------------------------------------------------------------------ audits
 
     def audit_blocks(self) -> set[int]:
-        """Return the ids of leaked blocks: they are allocated, and in no block table."""
+        """Return the ids of leaked blocks: blocks that are allocated, but in no block table."""
         return self.allocator.find_unreferenced_blocks(itertools.chain.from_iterable(self._tables.values()))
 
     def reclaim_leaked_blocks(self) -> int:
@@ -226,6 +226,6 @@ class PagedKVCachePool(KVPool):
 
 
 def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
-    """Return the pool that `kv_cache_backend` names."""
+    """Return a new pool of the kind that `kv_cache_backend` names."""
     pools = {"paged": PagedKVCachePool, "contiguous": SlottedKVCache}
     return pools[config.kv_cache_backend](config, shape, device)

@@ -46,7 +46,7 @@ class Config(ContinuousConfig):
             seats //= 2  # fewer rows of logits leave memory for a sequence at its longest
 
     def resolve_num_blocks(self) -> int:
-        """Return the number of blocks in the pool. `max_seq_len` must be resolved."""
+        """Return the number of blocks in the pool. Without `num_blocks`, `max_seq_len` must not be None."""
         if self.num_blocks is not None:
             return self.num_blocks
         return -(-super().kv_tokens() // self.block_size)

@@ -24,10 +24,12 @@ class PagedScheduler(ContinuousScheduler):
     config: Config
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
-        """Reserve memory for each decoding request's token of this step. If none is left, preempt the last in line.
+        """Reserve the column that this step computes for each decoding request. If memory is short, preempt
+        the active request with the highest `rank`.
 
-        The first in line reserves first, so at least one request always advances. Returns the preempted requests.
-        The engine calls again until there are none.
+        Before that, seats are shared among groups, as in phase 5. The request with the lowest `rank` reserves
+        first. Returns the preempted request in a list, or an empty list. The engine calls again until the list
+        is empty.
         """
         if preempted := super().make_room(pool):
             return preempted
@@ -37,8 +39,9 @@ class PagedScheduler(ContinuousScheduler):
         return []
 
     def admit(self, pool: SchedulerPool) -> None:
-        """Admit waiting requests in order while free memory, less the share `GROWTH_RESERVE` of it, holds their
-        prompt and generated tokens. The reserve is left to the decoding requests."""
+        """Admit waiting requests in order while their prompt and generated tokens fit into free memory, less
+        the share `GROWTH_RESERVE` of it. That share is left to the decoding requests. If there are no active
+        requests, a request may use it, too."""
         free = pool.free_token_capacity()
         budget = float("inf") if free is None else free * (1 - GROWTH_RESERVE)
         while request := self.next_waiting():

@@ -10,7 +10,7 @@ from phase6_paged.config import Config as PagedConfig
 
 
 def one_chunk(validated: dict[str, Any]) -> int | None:
-    """Return the default of `prefill_token_budget`: the chunk size, or None if that is invalid."""
+    """Return the default of `prefill_token_budget`: the chunk size. None: the given chunk size is invalid."""
     return validated.get("prefill_chunk_size")
 
 
@@ -70,7 +70,10 @@ class Config(PagedConfig):
         return self.model_copy(update=changed)
 
     def max_pass_tokens(self) -> int:
-        """Return the tokens of the widest pass: chunks within the step's budget, and a token for each seat."""
+        """Return an upper bound of a pass's tokens: chunks within the step's budget, and one for each seat.
+
+        Without `use_chunked_prefill`, the bound is phase 6's.
+        """
         whole = super().max_pass_tokens()
         if not self.use_chunked_prefill:
             return whole

@@ -1,7 +1,7 @@
-"""Computes chunks and decode tokens in one forward pass, so that the weights are read once a step.
+"""Computes decode tokens in the same forward pass as chunks, so that most steps read the weights only once.
 
-The flat pass needs no change for that. A chunk is the tokens at positions `start` to `end` of its sequence. Their
-queries see all columns before them, including those of earlier chunks.
+The flat pass needs no change for that. A chunk is the tokens `start:end` of its sequence. Their queries see
+the columns before them, including those of earlier chunks.
 
 ```text
   one pass     a b c d  | E256 E257 … E511           decode tokens of A, B, C and D, then a chunk of E
@@ -20,7 +20,10 @@ from phase7_chunked.config import Config
 
 
 class ChunkedRunner(ContinuousRunner):
-    """Phase 5's runner, but the first pass of chunks computes the decode tokens, too."""
+    """Computes phase 5's passes, except that the first pass of chunks computes the decode tokens, too.
+
+    Without `use_chunked_prefill` or `mixed_batches`, the passes are phase 5's.
+    """
 
     config: Config
 

@@ -1,7 +1,7 @@
-"""Computes long prompts in chunks (Agrawal et al. 2023, Sarathi): decoding requests never wait for a whole prompt.
+"""Computes long prompts in chunks (Agrawal et al. 2023, Sarathi), so that no step is as long as such a prompt.
 
-Each decoding request is in every step. Prompts share a budget of tokens, and prompts that have begun go first. That
-is the stall-free schedule of Sarathi-Serve (Agrawal et al., OSDI 2024).
+Each decoding request is in every step. Prompts share a budget of tokens, and prompts that have begun go
+first. That is the stall-free schedule of Sarathi-Serve (Agrawal et al., OSDI 2024).
 
 ```text
 a prompt of 1000 tokens arrives while A and B decode                                  time ──>
@@ -34,7 +34,10 @@ class ChunkedScheduler(PagedScheduler):
     config: Config
 
     def plan(self) -> StepPlan:
-        """Plan a token for each decoding request, and chunks of prompts within the step's budget."""
+        """Plan a token for each decoding request, and chunks of prompts within the step's budget.
+
+        Without `use_chunked_prefill`, plan whole prompts, as phase 6 does.
+        """
         if not self.config.use_chunked_prefill:
             return super().plan()
         return StepPlan(
@@ -43,18 +46,19 @@ class ChunkedScheduler(PagedScheduler):
         )
 
     def prefill_requests(self) -> list[Request]:
-        """Return the requests whose prompts may advance in this step, in the order of `prefill_priority`."""
+        """Return the requests whose prompts may advance in this step, in the order of `prefill_priority`: at
+        most `max_prefill_chunks_per_step`."""
         prefilling = [r for r in self.active if r.state is RequestState.PREFILL]
         return sorted(prefilling, key=self.prefill_priority)[: self.config.max_prefill_chunks_per_step]
 
     def prefill_priority(self, request: Request) -> tuple[int, int, int]:
-        """Return a sort key: requests whose prompts have begun go first, and among equals the first in line."""
+        """Return a sort key: requests whose prompts have begun first, and among equals the lowest `rank` first."""
         return not request.has_begun, *request.rank
 
     def chunks(self, requests: Iterable[Request]) -> Iterator[PrefillChunk]:
         """Yield the next chunk of each request until the step's token budget is used up.
 
-        The last chunk is cut to the rest of the budget, so that every step uses its whole budget.
+        A chunk has up to `prefill_chunk_size` tokens, but no more than are left of the budget.
         """
         size = self.config.prefill_chunk_size
         left = self.config.prefill_token_budget or size * self.config.max_batch_size  # a chunk for every seat

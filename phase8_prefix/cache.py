@@ -6,7 +6,8 @@ block size 4                     table     columns  0 1 2 3  4 5 6 7  8 9
   B  begins like A, tokens 0-8   5 0 3              block 5  block 0  block 3     B computes column 8 only
 ```
 
-A block enters the tree when it is full, and is never written again. An unused block stays until it is evicted.
+A full block enters the prefix tree (`phase8_prefix.tree`) if its keys and values are finite. As long as it is
+in the tree, it is not written. A block that no sequence uses stays in the tree until it is evicted.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ CACHE = -1  # the owner of the tree's blocks; no slot has this number
 
 
 class CachingAllocator(BlockAllocator[int]):
-    """Counts blocks of the prefix tree that no sequence uses as free, and evicts them when they are needed."""
+    """Counts the prefix tree's blocks without users as free, too, and evicts them when they are needed."""
 
     def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
         super().__init__(num_blocks)
         self.tree = tree
-        self.evictions = 0  # blocks evicted since the start
+        self.evictions = 0  # blocks evicted by `allocate` since the start
 
     @property
     def num_free(self) -> int:
@@ -68,8 +69,11 @@ class PrefixCachingPool(PagedKVCachePool):
         self._looked: dict[int, int] = {}  # slot -> `tree.insertions` at its latest search for hits
 
     def cost(self, request: Request, tokens: int) -> int:
-        """Return how much free memory a request takes, in tokens: new blocks, and hits on unused blocks, which are
-        free memory until then. Hits on blocks in use take none."""
+        """Return how many free columns `tokens` tokens of a request without memory would take.
+
+        New blocks take free columns. So do hits on blocks that no sequence uses, since these blocks count as
+        free. Hits on blocks in use take none.
+        """
         in_use = sum(node.users > 0 for node in self._match(request, ()))
         return super().cost(request, tokens) - in_use * self.block_size
 
@@ -91,16 +95,23 @@ class PrefixCachingPool(PagedKVCachePool):
         request.start_after(len(path) * self.block_size)
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
-        """Return the tree's nodes for a request's prefix, without the nodes `held` at its beginning. The last
-        token's block is never a hit, since that token must be computed."""
+        """Return the tree's nodes for a request's prefix, without the nodes `held` at its beginning.
+
+        The last token's block is never a hit, since that token must be computed. A request with
+        `prompt_logprobs` has no hits.
+        """
         if request.params.prompt_logprobs is not None:
             return []  # each token's log-probability must be computed
         limit = (len(request.token_ids) - 1) // self.block_size
         return self.tree.match(request.token_ids, request.cache_salt, held)[: limit - len(held)]
 
     def register_prefix(self, request: Request, columns: int) -> None:
-        """Insert the full blocks of a request's first `columns` columns into the tree, if all keys and values in
-        the new blocks are finite."""
+        """Insert the full blocks of a request's first `columns` columns into the tree, as far as the columns
+        have been computed.
+
+        Blocks that the request inserted or found before are left out. If a key or a value in the remaining
+        blocks is not finite, none of these blocks is inserted.
+        """
         slot = request.slot
         assert slot is not None
         path = self._paths[slot]
@@ -111,11 +122,11 @@ class PrefixCachingPool(PagedKVCachePool):
             self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
 
     def _are_finite(self, blocks: Sequence[int]) -> bool:
-        """Return whether all keys and values of these blocks are finite. False if memory is too short to check.
+        """Return whether the last layer's keys and values in these blocks are finite; False if that is unknown.
 
-        Only the last layer is checked. A NaN, or an infinite value, in an earlier layer spreads through its
-        column's own attention to the last layer. So does an infinite key, unless its own query gives it a weight of
-        0.
+        It is unknown if memory is too short to check. The last layer stands for all layers: a NaN, or an
+        infinite value, in an earlier layer spreads through its column's own attention to the last layer. So
+        does an infinite key, unless its own query gives it a weight of 0.
         """
         try:
             bounds = [torch.aminmax(store[i]) for store in (self.k[-1], self.v[-1]) for i in blocks]
@@ -125,10 +136,11 @@ class PrefixCachingPool(PagedKVCachePool):
             return False
 
     def release(self, request: Request) -> None:
-        """Free the request's memory, and keep its full blocks in the tree.
+        """Free the request's memory, except for full blocks that are in the tree or can enter it
+        (`register_prefix`): the tree keeps these until they are evicted.
 
-        Blocks of generated tokens are kept too: a chat's next prompt begins with them. The latest token has no keys
-        and values yet.
+        Full blocks of generated tokens are kept too: a chat's next prompt begins with them. The latest token
+        is left out, since its key and value may not have been computed.
         """
         if request.slot is not None:
             self.register_prefix(request, len(request.token_ids) - 1)
@@ -168,6 +180,6 @@ class PrefixCachingPool(PagedKVCachePool):
 
 
 def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
-    """Return a pool with a prefix cache, or phase 6's pool if that is switched off."""
+    """Return a new pool with a prefix cache, or phase 6's pool if `enable_prefix_caching` is off."""
     pool = PrefixCachingPool if config.enable_prefix_caching else open_paged_pool
     return pool(config, shape, device)

@@ -1,4 +1,4 @@
-"""Phase 7's schedule, in which a prompt begins after the prefix that another request has computed.
+"""Phase 7's schedule, but the prefill of a prompt begins after the prefix that is in the cache already.
 
 ```text
 a burst: A and B begin with the same 1008 tokens, and have 16 of their own         time ──>
@@ -19,9 +19,10 @@ from phase8_prefix.config import Config
 
 
 class PrefixScheduler(ChunkedScheduler):
-    """Phase 7's scheduler. A request searches for hits again when its first chunk is about to be planned.
+    """Phase 7's scheduler. A request searches for hits again right before its first chunk is planned.
 
-    Requests that arrive together miss the cache at admission, because none of them has been computed yet.
+    Requests that arrive together find no hits at admission, because none of them has been computed then.
+    Without `use_chunked_prefill`, there is no second search.
     """
 
     config: Config
@@ -35,7 +36,8 @@ class PrefixScheduler(ChunkedScheduler):
                 pass
 
     def _looked_up(self, pool: SchedulerPool) -> Iterator[Request]:
-        """Yield the requests whose prompts advance next. If a prompt has not begun, hits are searched for first."""
+        """Yield the requests whose prompts may advance in this step. If a request's prompt has not begun,
+        search for its hits before."""
         for request in self.prefill_requests():
             if not request.has_begun:
                 pool.match_prefix(request)

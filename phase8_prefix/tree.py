@@ -38,15 +38,16 @@ class Node:
 
 
 class PrefixTree:
-    """A path of nodes from the root is a text. Every operation is O(1) per block, however large the tree.
+    """Holds the nodes of the cached texts: a path of nodes below the root is a text.
 
-    A parameter `held` is the beginning of the path, which the caller holds already. The returned nodes follow it. A
-    salt (see `Request.cache_salt`) separates texts with the same tokens.
+    Every operation is O(1) per block, however large the tree. A parameter `held` is the beginning of a path,
+    which the caller holds already. The returned nodes are those after `held`. A text's salt (see
+    `Request.cache_salt`) is part of the text: texts with the same tokens, but other salts, have other paths.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.insertions = 0  # nodes added since the start: while it is the same, no text has new hits
+        self.insertions = 0  # nodes added since the start: while the number is the same, no text has new hits
         self._root = Node((), -1, None)
         # Least recently used first. Paths are released from their end, so a node comes after the nodes below it:
         # the first node is always a leaf, without a search.
@@ -71,7 +72,8 @@ class PrefixTree:
             node.users += 1
 
     def release(self, path: Sequence[Node]) -> None:
-        """Remove a user from each node of a path, which begins below the root. Unused nodes stay until evicted."""
+        """Remove a user from each node of a whole path, from a child of the root on. Nodes without users stay
+        in the tree until they are evicted."""
         for node in reversed(path):
             node.users -= 1
             if node.users == 0:
@@ -80,7 +82,7 @@ class PrefixTree:
     def insert(
         self, token_ids: Sequence[int], block_ids: Sequence[int], salt: str = "", held: Sequence[Node] = ()
     ) -> list[Node]:
-        """Insert a text's blocks and hold their nodes. Returns the nodes.
+        """Insert a text's blocks (those after `held`) and hold their nodes. Returns the nodes.
 
         A node that exists already keeps its block. Then the caller keeps its own block with the same content.
         """

@@ -1,4 +1,4 @@
-"""Steps ahead of their results: step t+1 is submitted before the tokens of step t have been read.
+"""Runs steps ahead of their results: step t+1 is submitted before the tokens of step t have been read.
 
 ```text
 synchronous   host    [plan][launch][ wait ......... ][commit][plan][launch]
@@ -7,11 +7,11 @@ pipelined     host    [plan t][launch t][plan t+1][launch t+1][commit t][plan t+
               stream          [ forward+sample t ][ forward+sample t+1 ][ forward …
 ```
 
-The next pass does not wait for the host. Sampling writes each token into a row of `latest` on the device, and the
-next forward pass reads it there. The host reads the tokens later, for text, stop decisions and outputs.
+The next pass does not wait for the host. Sampling writes each token into an entry of `latest` on the device,
+and the next forward pass reads it there. The host reads the tokens later: for text, stop decisions, outputs.
 
-Under a grammar, the host must know the token before to compute the mask. Then it submits the forward pass, commits
-the step before while the pass computes, and submits the sampling after that.
+Under a grammar, the host needs the previous token to compute the mask of the next one. So it submits the
+forward pass, commits the previous step while the pass computes, and only then submits the sampling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HOST = torch.device("cpu")
 
 
 def _keep_tokens(logits: Tensor, read: Tensor, drawn: Tensor) -> tuple[Tensor]:  # noqa: ARG001 - a pass's results
-    """Return a copy of a pass's drawn tokens. The next launch of its graph overwrites them."""
+    """Return a copy of a pass's drawn tokens, since the next launch of the pass's graph overwrites them."""
     return (drawn.clone(),)
 
 
@@ -69,7 +69,7 @@ class PipelinedRunner(ChunkedRunner):
         )
         self.state = PipelineState()
         self.seats = DeviceSeats(len(pool.block_tables), model.config.vocab_size, model.device)
-        # [seats] int64: the latest token of each seat's sequence, written and read by the stream.
+        # [seats] int64: the latest token of each seat's sequence, on the device.
         self.latest = self.seats.state.latest
 
     # ------------------------------------------------------------------ the loop
@@ -84,14 +84,17 @@ class PipelinedRunner(ChunkedRunner):
                 self.state.steps[0].wait()
 
     def settle(self) -> list[StepOutput]:
-        """Commit the oldest step if `state.most` steps are in flight, since no more may be. Returns its outputs."""
+        """Commit the oldest step if `state.most` steps are in flight, to make room for one more. Returns its
+        outputs; [] if no step was committed."""
         return [] if self.state.has_room else self.commit_step()
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
         """Submit a plan's passes and their sampling. Returns the outputs of the steps that are committed meanwhile.
 
         Earlier steps are committed if `pipeline_depth` is below 2, or if the plan's sampling depends on their
-        tokens. An empty plan commits the oldest step in flight.
+        tokens. With `pipeline_depth` 0, the plan's own step is committed, too. An empty plan commits the
+        oldest step in flight. If a prompt's log-probabilities are requested, the steps in flight are
+        committed first, and the plan is executed as in phase 8.
         """
         if not (plan.decode or plan.prefill):
             return self.commit_step() if self.in_flight else []
@@ -154,9 +157,9 @@ class PipelinedRunner(ChunkedRunner):
         return LaunchedPass(shares, requests, work, draws)
 
     def _submit_decode(self, shares: Sequence[PassShare], seats: Tensor) -> Pending:
-        """Submit the pass of a decode step on a GPU, for the sequences at `seats` [B].
+        """Submit the pass of a decode step on a GPU, for the sequences at `seats` [B] (on the host).
 
-        If the device's state of a seat is not what the step needs, the change is submitted first.
+        If a seat's state on the device is not what the step needs, its change is submitted before.
         """
         changes = self.seats.changes(shares, seats.tolist())
         if changes:
@@ -168,15 +171,15 @@ class PipelinedRunner(ChunkedRunner):
         return self.stream.submit(("forward", "decode", ranked), decode, [seats], fetch=False, by_row=True)
 
     def _decode(self, seats: Tensor, *, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the model on one token of each sequence, and draw the next ones. Everything that differs between two
-        steps of the same sequences is on the device.
+        """Run the model on the latest token of each sequence, and draw the next tokens. Everything that
+        differs between two steps of the same sequences is on the device, so one captured graph computes both.
 
         Args:
             seats: [B] int64.
-            ranked: whether any sequence has top-k or top-p, which take more launches.
+            ranked: whether any sequence that is not greedy has top-k or top-p, which take more launches.
 
         Returns:
-            The logits [B, vocab], the token ids [B] that the model has read, and the drawn ones [B].
+            The logits [B, vocab], the token ids [B] that the model has read, and the drawn token ids [B].
         """
         state = self.seats.state
         tables = self.pool.device_tables()
@@ -210,14 +213,14 @@ class PipelinedRunner(ChunkedRunner):
         sent = move_together([seats, *asked.values()], self.model.device)
 
         def sample(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-            # If the pass draws, the tokens that it has read and drawn come before what was sent.
+            # If the pass draws, the tokens that it has read and drawn come first, and then what was sent.
             seats, *tensors = others[-len(sent) :]
             fields: dict[str, Any] = dict(zip(asked, tensors, strict=True))
             if "unread" in fields:  # a pass that draws has written over `latest`
                 read = others[0] if launched.draws else self.latest[seats]
                 fields["unread_ids"] = read[fields["unread"]]
             sampled = choose(logits, SamplingInputs(**fields, top=top))
-            # A row without a token ends its request when it is read. Until then any token id will do.
+            # The request of a row without a token fails when the row is read. Until then any id will do.
             self.latest.index_copy_(0, seats, sampled.token_ids.clamp(min=0))
             return tuple(each for each in sampled if each is not None)
 
@@ -227,7 +230,10 @@ class PipelinedRunner(ChunkedRunner):
     # ------------------------------------------------------------------ commit
 
     def commit_step(self) -> list[StepOutput]:
-        """Read the oldest step's tokens and commit them. Returns its outputs. Waits for that step alone."""
+        """Wait for the oldest step alone, read its tokens and commit them. Returns its outputs.
+
+        If the step failed, computes all steps in flight again (`_recover`) and returns their outputs.
+        """
         step = self.state.oldest
         assert step is not None, "a sampled step"
         try:
@@ -250,7 +256,11 @@ class PipelinedRunner(ChunkedRunner):
     # ------------------------------------------------------------------ failure
 
     def _attempt(self, stage: Callable[..., None], *arguments: Any) -> list[StepOutput]:
-        """Run a stage of a launch. If it raises, recover and return the recovery's outputs, otherwise []."""
+        """Run a stage of a launch. If the stage raises, return the outputs of `_recover`, else [].
+
+        Raises:
+            EngineDeadError: the device failed.
+        """
         try:
             with self.telemetry.part("launch"):
                 stage(*arguments)
@@ -261,8 +271,11 @@ class PipelinedRunner(ChunkedRunner):
     def _recover(self, error: Exception) -> list[StepOutput]:
         """Abandon the steps in flight and compute them again, one after the other. Returns their outputs.
 
-        Requests that caused the error fail again, and alone: see `_launch_pass`. All other requests get the tokens
-        that they would have got.
+        If a request causes the error again, it fails alone: see `_launch_pass`. All other requests get the
+        tokens that they would have got without the error.
+
+        Raises:
+            EngineDeadError: the device failed.
         """
         raise_if_fatal(error)
         self.telemetry.counters.failed_passes += 1
@@ -279,7 +292,7 @@ class PipelinedRunner(ChunkedRunner):
         return outputs
 
     def put_back_latest(self, plan: StepPlan) -> None:
-        """Write the latest tokens of a plan's requests from the host to `latest`, where the next pass reads them.
+        """Write the latest tokens of a plan's live requests to `latest`, where the next pass reads them.
 
         Nothing may be in flight.
         """
@@ -295,7 +308,8 @@ class PipelinedRunner(ChunkedRunner):
     def abandon(self) -> None:
         """Wait until the steps in flight have stopped computing, then drop them and rewind their requests.
 
-        The requests are as they were before the oldest step. If this is interrupted, it may be called again.
+        The requests get back the lengths that they had before the oldest step. If `abandon` is interrupted, it may
+        be called again.
         """
         with suppress(Exception):  # if the device failed, nothing can be waited for
             self.stream.drain()

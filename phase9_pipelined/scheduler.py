@@ -1,4 +1,4 @@
-"""Phase 8's schedule, for steps planned before the tokens of the last one are read.
+"""Phase 8's schedule, for steps that are planned before the tokens of the previous step are read.
 
 ```text
 step t+2 is planned: step t was read, step t+1 computes
@@ -8,8 +8,8 @@ step t+2 is planned: step t was read, step t+1 computes
   C  ended at t with EOS, which could not be foreseen    a zombie: holds its memory until t+1 is read
 ```
 
-A request's own counts decide this (`wants_token`, `num_tokens`, `is_done`). This scheduler decides only which steps
-must wait for a commit.
+A request's own counts decide whether it is planned, and when it is retired (`wants_token`, `num_tokens`,
+`is_done`). This scheduler decides only which steps must wait for a commit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class PipelinedScheduler(PrefixScheduler):
     `prefill_mode` is "drained"."""
 
     config: Config
-    _out_of_room = False  # whether this step plans nothing, since only a commit frees memory
+    _out_of_room = False  # whether this step plans nothing, since a preemption must wait for a commit
 
     @property
     def in_flight(self) -> bool:
-        """Whether any step in flight computes tokens of an active request."""
+        """Whether any step in flight computes for an active request."""
         return any(request.inflight_refs for request in self.active)
 
     def make_room(self, pool: SchedulerPool) -> list[Request]:
@@ -38,11 +38,11 @@ class PipelinedScheduler(PrefixScheduler):
         return super().make_room(pool)
 
     def _make_way(self, request: Request) -> list[Request]:
-        """Preempt `request` and return it in a list, but only if no step is in flight, since such a step uses the
-        memory.
+        """Preempt `request` and return it in a list, but only if no step is in flight, since a step in flight
+        uses the requests' memory.
 
-        Otherwise return an empty list. Then this step plans nothing and commits the step in flight. Requests that
-        end with that commit may free enough memory.
+        Otherwise return an empty list. Then this step plans nothing and commits the oldest step in flight.
+        Requests that end with that commit may free enough memory.
         """
         self._out_of_room = self.in_flight
         return [] if self._out_of_room else super()._make_way(request)

@@ -32,12 +32,12 @@ class LaunchedPass:
     shares: tuple[PassShare, ...]
     requests: tuple[Request, ...]  # of each sampled row, in order
     work: Pending  # the work submitted last: the forward pass, later its sampling
-    draws: bool = False  # the pass has drawn tokens, too; right if all requests are plain
+    draws: bool = False  # the pass has also drawn a token for each row; of use only if all requests are plain
 
 
 @dataclass(slots=True, eq=False)
 class DecodeSlot:
-    """A step in flight: created at its launch, and dropped at its commit."""
+    """A step in flight: created at its launch, and dropped at its commit or after a failure."""
 
     plan: StepPlan
     passes: list[LaunchedPass] = field(default_factory=list)  # the passes that were submitted so far
@@ -70,7 +70,7 @@ class PipelineState:
 
     Attributes:
         steps: launched and not committed, oldest first.
-        launched: the newest step, while its sampling is not submitted; else None.
+        launched: the newest step, as long as its sampling is not submitted; else None.
         most: how many steps may be in flight.
     """
 
@@ -111,7 +111,7 @@ class PipelineState:
         self.launched = None
 
     def on_step_completed(self, step: DecodeSlot) -> None:
-        """Drop the oldest step, whose tokens became outputs, and its counts in its requests' `inflight_refs`."""
+        """Drop the oldest step, whose tokens became outputs, and lower its requests' `inflight_refs` by 1."""
         if step is not self.oldest:
             raise PipelineError("only the oldest step may be committed, and only once it is sampled")
         for member in step.members:
@@ -119,7 +119,8 @@ class PipelineState:
         self.steps.popleft()
 
     def drop_all(self) -> None:
-        """Drop all steps after a failure. If this is interrupted, it may be called again."""
+        """Drop all steps, and set their requests' `inflight_refs` to 0. If this is interrupted, it may be
+        called again."""
         for step in self.steps:
             for member in step.members:
                 member.inflight_refs = 0

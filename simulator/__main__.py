@@ -157,7 +157,7 @@ def find_workload(options: argparse.Namespace) -> Workload:
 
 
 class Column:
-    """One column of the table: a phase, its options, and the times (prices) of its work.
+    """One column of the printed table: a phase, its options, and the times (prices) of its work.
 
     Attributes:
         source: where the prices come from, in words.
@@ -222,7 +222,8 @@ class Column:
 
 
 def calibrate(workload: Workload, column: Column, options: argparse.Namespace) -> Calibration:
-    """Return the factor for arrival rates, measured as in `benchmarks.calibrate`, but in virtual time.
+    """Return the factor for arrival rates. For `--rate auto` it is measured as in `benchmarks.calibrate`, but in
+    virtual time.
 
     Raises:
         ValueError: `--rate` is neither `auto`, nor `table`, nor a positive number.

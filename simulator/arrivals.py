@@ -46,7 +46,7 @@ def arrivals_of(plan: Iterable[PlannedRequest], *, sequential: bool = False) -> 
     """Yield the requests of a benchmark's plan as arrivals.
 
     Args:
-        plan: the requests, in the order they are sent.
+        plan: the requests, in the order of their `index`.
         sequential: whether each request is sent when the answer to the request before it has ended.
     """
     for planned in plan:

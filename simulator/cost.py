@@ -29,12 +29,14 @@ class Work(NamedTuple):
     """The amounts of work in a forward pass that its time depends on.
 
     Attributes:
-        rows: number of sequences with one query: sequences that decode, and idle rows.
+        rows: number of sequences with one query: sequences that decode without guesses, idle rows, and chunks of
+            one token.
         columns: number of keys that the queries of these rows see, summed over rows.
-        held: like `columns`, but a block that several sequences share counts once: when one sequence has read it,
-            it is in the processor's cache for the others. Estimated as at most the used KV memory plus one a row.
+        held: like `columns`, but a block that several sequences share counts once: when one sequence has read the
+            block, it is in the processor's cache for the others. Estimated: `columns`, but at most the used tokens
+            of KV memory plus one for each row.
         tokens: number of queries of all other sequences (prompts, or a token and its guesses), padding included.
-        pairs: number of pairs of such a query and a key that it sees.
+        pairs: number of pairs of a query that `tokens` counts and a key that it sees.
         logits: number of rows of logits, from each of which a token is chosen.
     """
 
@@ -136,7 +138,7 @@ class Device:
 
 class RooflineCost(Cost):
     """Times for a device that was not measured: a pass takes as long as its memory traffic or its arithmetic,
-    whichever takes longer.
+    whichever takes longer, plus `Device.launch_s`.
 
     A pass reads every weight once, and the cached keys and values of sequences with one query. It writes the keys
     and values of its prompt tokens. A layer's weights are multiplied once for each token, the head's once for each

@@ -1,5 +1,5 @@
-"""Builds a phase's engine on a virtual clock. It has the phase's scheduler, pool and runner, but no model and no
-KV memory."""
+"""Builds a phase's engine on a virtual clock. The engine has the phase's scheduler and pool and plans the phase's
+passes, but it has no model and no KV memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def simulate_engine(
     acceptance: float = 0.0,
     **options: Any,
 ) -> Engine:
-    """Return an engine of a phase whose steps take the times of `cost`.
+    """Return a phase's engine, without a model. Its steps take the times of `cost`.
 
     Args:
         phase: the package, or a name that `find_phase` knows.
@@ -73,7 +73,7 @@ def simulate_engine(
 
     Raises:
         StartupError: there is no such phase or model.
-        pydantic.ValidationError: the phase has no such options.
+        pydantic.ValidationError: the phase has no such option, or the option's value is invalid.
     """
     package = find_phase(phase) if isinstance(phase, int | str) else phase
     clock = clock if clock is not None else VirtualClock()

@@ -28,7 +28,7 @@ ROUNDS = 8  # of reweighting; prices converge after about five
 SHORTEST_S = 1e-5  # lower bound of a step's expected time when its weight is computed
 RIDGE = 1e-4  # ridge penalty: kinds of work that always come together share one price
 
-KINDS = 1 + len(Work._fields)  # of work: passes, and the fields of `Work`; `PRICES` are in the same order
+KINDS = 1 + len(Work._fields)  # kinds of work: passes, and the fields of `Work`; `PRICES` has the same order
 TYPICAL_ARRIVAL_S = 0.0025  # `Cost.arrival_s`, if no run has a request that came to an idle engine
 ALONE_S = 0.1  # a request came alone if no other was sent within this time
 
@@ -38,8 +38,8 @@ def fit_prices(amounts: Floats, seconds: Floats) -> Floats:
 
     Steps differ a thousandfold in length, and the errors of long steps are larger. So a step's error is weighted
     like that of a count: by the inverse of the expected value (Poisson regression with an identity link). With
-    these weights, the sum of the predicted times equals the sum of the measured times, however wrong single
-    predictions are.
+    these weights, the sum of the predicted times is nearly the sum of the measured times, however wrong
+    single predictions are.
 
     Args:
         amounts: [steps, kinds] how much of each kind of work a step has.
@@ -74,7 +74,10 @@ def step_times(run: Replay) -> tuple[Floats, Floats]:
     """Return the work of each usable step [steps, kinds], and its seconds [steps].
 
     Without a pipeline, a step's seconds are its own duration. In a pipeline, steps overlap: the time from the start
-    of step n + 2 to the start of step n + 3 belongs to step n. Steps without a pass are left out.
+    of step n + 2 to the start of step n + 3 belongs to step n.
+
+    Steps without a pass are left out. So are, without a pipeline, steps that the replayed engine planned otherwise,
+    and in a pipeline, steps behind which the next steps do not follow at once.
     """
     steps = run.steps
     if mode_of(run.run) == PIPELINED:

@@ -70,7 +70,7 @@ class Server:
         """Queue the requests that arrived by `time_s`, and run a step if one is due. Returns the step's outputs.
 
         Returns None if no step was due, or if the engine had to wait for an earlier step beyond `time_s`: other
-        requests may have arrived meanwhile, so call it again.
+        requests may have arrived meanwhile, so `go_on` must be called again.
         """
         self.changes += 1
         self.clock.wait_until(time_s)
@@ -95,7 +95,7 @@ class Server:
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that were sent here and have no seat yet."""
+        """Return how many requests were sent here and have no seat now: not admitted yet, or preempted."""
         return len(self._door) + self.engine.scheduler.num_waiting
 
 

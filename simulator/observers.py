@@ -1,4 +1,4 @@
-"""Observers that record a simulation: every request's timeline, or the metrics of a table in constant memory."""
+"""Observers that record a simulation: every request's timeline, or only the metrics of a table."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Open:
 
 
 class Summary:
-    """Computes the metrics of `benchmarks compare` in memory that does not grow with the number of requests.
+    """Computes the metrics of `benchmarks compare`. Its memory does not grow with the number of answered requests.
 
     Args:
         engines: the engines that serve the requests; their steps are counted.
@@ -191,7 +191,7 @@ class Summary:
         )
 
     def server_metrics(self) -> ServerMetrics:
-        """Return the metrics of all engines together."""
+        """Return the metrics of all engines together. The numbers about KV memory are those of a single engine."""
         total = _sum([engine.telemetry.counters for engine in self._engines])
         busy_s = total.busy_s
         return server_metrics(

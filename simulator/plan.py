@@ -5,7 +5,7 @@ grows with the number of replicas. If each tenant's requests always go to the sa
 hold the texts of its tenants.
 
 In virtual time a router's decision takes no time. The time of its decisions is measured separately, in real time on
-this machine. It gives the number of requests a second that one router can pass on.
+this machine. That time gives the number of requests a second that one router can pass on.
 
 ```text
 tokens/s, TTFT        virtual time: real schedulers and pools, prices of a measured machine

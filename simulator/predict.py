@@ -25,7 +25,8 @@ TOLERANCE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One workload on one server. Each pair has output tokens a second and TTFT p99 in seconds, as medians of runs.
+    """Measured and predicted speed of one workload on one server. Each pair has output tokens a second and TTFT p99
+    in seconds, as medians of runs.
 
     Attributes:
         group: the group whose prices were used.
@@ -82,7 +83,7 @@ def figures(metrics: Metrics | None) -> tuple[float, float]:
 def predictions(
     group: Group, replays: Sequence[Replay], cost: LinearCost, others: Mapping[str, LinearCost]
 ) -> Iterator[Prediction]:
-    """Simulate the runs of a group, and yield a prediction for each workload and server.
+    """Simulate the runs of a group, and yield a prediction for each workload and server of a comparison.
 
     Args:
         replays: the replays of the group's runs.

@@ -128,6 +128,9 @@ def _read_fit(row: list[Any]) -> Fit:
 def find_cost(fits: Sequence[Fit], model: str, mode: str, machine: str = "") -> Fit:
     """Return the newest prices for a model and a mode, of a machine whose name begins with `machine`.
 
+    Args:
+        fits: the known prices, newest first.
+
     Raises:
         ValueError: there are no such prices; the message lists the known ones.
     """

@@ -141,8 +141,8 @@ def prompts_of(plan: Sequence[PlannedRequest]) -> list[list[int]]:
 def order_of_arrival(run: Run) -> list[RequestRecord]:
     """Return a run's requests in the order in which the engine got them.
 
-    Sockets decide the order within a burst. It is read from the times of the first tokens, because every phase
-    begins with the request that arrived first.
+    Sockets decide the order within a burst. This order is read from the times of the first tokens, because every
+    phase begins with the request that arrived first.
     """
 
     def key(record: RequestRecord) -> tuple[float, float]:

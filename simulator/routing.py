@@ -16,7 +16,7 @@ class Routed:
     """Routes prompts by a policy. The policy sees the servers' present loads, not reported loads.
 
     Attributes:
-        decisions: the number of prompts that were routed.
+        decisions: the number of prompts for which the policy chose among several servers.
         seconds: processor time of these decisions, prefix keys included.
     """
 

@@ -1,6 +1,6 @@
-"""Exercises: files of a phase without the function bodies that implement its idea. You write the bodies.
+"""Exercises: files of a phase (or of a kernel) without the function bodies that implement its idea.
 
-The phase's tests judge what you write.
+You write the bodies. The phase's tests judge what you write.
 
 ```text
 make learn PHASE=6     phase6_paged/scheduler.py …  copied, without some bodies
@@ -11,5 +11,5 @@ make compare LEARN=6   infer compare                with both beside each other
 make step LEARN=6      the stepper's page           with the copy as a further phase
 ```
 
-`learn.toml`, beside each phase's tests, lists the bodies to remove, the tests of each idea, and the hints.
+`learn.toml`, beside each phase's tests, lists the bodies to remove, the tests of each idea, and hints.
 """

@@ -14,7 +14,7 @@ from tutor.judging import TEST_TIMEOUT_S, judge, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 on success, 1 if a test of the learner's copy fails, 2 if nothing ran."""
+    """Run the command line. Returns 0 on success, 1 if the copy does not pass `check`, 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m tutor", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     for name, command in COMMANDS.items():
@@ -45,7 +45,7 @@ def learn(exercise: Exercise, _: Sequence[str]) -> int:
 
 
 def check(exercise: Exercise, _: Sequence[str]) -> int:
-    """Say which tests of the phase hold of the copy, and where the others fail."""
+    """Run the exercise's tests on the copy. Say which ideas hold, and where tests fail."""
     exercise.written_tree()  # raises if there is no copy
     print(
         f"running the tests; one that does not end is stopped after {TEST_TIMEOUT_S} s",

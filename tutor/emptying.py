@@ -33,6 +33,8 @@ def set_up(exercise: Exercise, tree: Path | None = None) -> None:
 def empty(text: str, module: str, names: Sequence[str]) -> str:
     """Return a module's source without the bodies of some functions.
 
+    A statement that raises NotImplementedError with the function's task replaces each body.
+
     Args:
         text: the module's source.
         module: the module's name.
@@ -57,7 +59,7 @@ def empty(text: str, module: str, names: Sequence[str]) -> str:
 
 
 def _functions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield the functions of a module and the methods of its classes, by name."""
+    """Yield the functions of a module and the methods of its classes, each after its name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             yield owner + child.name, child
@@ -73,7 +75,10 @@ def _owing(words: str, indent: str) -> list[str]:
 
 
 def owed_words(module: str, name: str, doc: str | None) -> str:
-    """Return a function's task: the first paragraph of its docstring, or of the overridden method's docstring."""
+    """Return a function's task: the first paragraph of its docstring.
+
+    A method without a docstring has the task of the method that it overrides.
+    """
     owner, _, method = name.rpartition(".")
     classes = getattr(importlib.import_module(module), owner).__mro__ if owner and not doc else ()
     docs = (inspect.getdoc(vars(each)[method]) for each in classes if method in vars(each))

@@ -37,7 +37,7 @@ class Hint:
     """A hint for a solution that is half right.
 
     Attributes:
-        fails, holds: names of tests. The hint fits if all of `fails` fail and all of `holds` pass.
+        fails, holds: names of test functions. The hint fits if all of `fails` fail and all of `holds` pass.
         says: the hint.
     """
 
@@ -58,7 +58,7 @@ class Exercise:
         title: the phase's title.
         empty: the bodies to write: `function` or `Class.method`, by file.
         ideas: the parts that the report lists.
-        hints: the hints. The report shows the first that fits.
+        hints: hints for wrong solutions. The report shows one at most (`tutor.judging.hint_for`).
         serves: the phase that runs the learner's code.
         environment: variables that the tests and the server need, so that the learner's code is what runs.
     """
@@ -98,7 +98,7 @@ def _folders() -> dict[str, Path]:
 
 
 def load_exercise(name: str) -> Exercise:
-    """Return the exercise of a phase, given by number, or the kernel's.
+    """Return an exercise. Its name is the number of a phase, or `kernel`.
 
     Raises:
         StartupError: there is no such exercise.
@@ -128,13 +128,13 @@ def _idea(folder: Path, entry: dict[str, Any]) -> Idea:
 
 
 def find_tests(folder: Path, part: str) -> list[str]:
-    """Return the names of the tests that an entry of `learn.toml` stands for, from the files in `folder`.
+    """Return the names of the tests that `part`, an entry of `learn.toml`, stands for.
 
     `test_x.py` stands for the whole file, `test_x.py::test_y` for one test, and `test_x.py [heading]` for the tests
-    below that heading.
+    from that heading to the next. The file's path is relative to `folder`.
 
     Raises:
-        ValueError: the entry has another form, or there are no such tests.
+        ValueError: the entry has none of these forms, or there are no such tests.
     """
     match = re.fullmatch(r"(\S+\.py)(?:::(\w+)| \[(.+)\])?", part)
     if match is None:

@@ -17,7 +17,7 @@ from tutor import plugin
 from tutor.exercise import ROOT, Exercise, Idea, sentence, shown
 
 TEST_TIMEOUT_S = 30  # for each test: an endless loop fails one test only
-SHOWN = 3  # most tests of one idea in the report
+SHOWN = 3  # most failed tests of one idea in the report
 LINE = 110
 
 
@@ -50,7 +50,7 @@ def judge(exercise: Exercise, tree: Path | None = None) -> Judgement:
     """Run the tests of an exercise on the learner's copy, or on the folder `tree` if it is given.
 
     Raises:
-        StartupError: there is no tree, or the tests could not be run.
+        StartupError: there is no copy, or the tests could not be run.
     """
     tree = exercise.written_tree() if tree is None else tree
     tests = [test for idea in exercise.ideas for test in idea.tests]
@@ -114,7 +114,8 @@ def in_words(exercise: Exercise) -> str:
 def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> Iterator[str]:
     """Yield the report's lines about one idea.
 
-    `seen` holds the tasks of unwritten functions that earlier ideas have listed. Such a function is only named.
+    `seen` holds the tasks of unwritten functions that the report has listed. Of these functions, only the names are
+    given. The tasks that this idea lists are added to `seen`.
     """
     failed = [test for test in idea.tests if test in judgement.failed]
     owed = list(dict.fromkeys(judgement.unwritten[t] for t in idea.tests if t in judgement.unwritten))
@@ -146,8 +147,8 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
 def hint_for(exercise: Exercise, judgement: Judgement) -> str:
     """Return the first hint that fits; "" if none does.
 
-    A hint explains wrong results. If the learner's code raised an error in each of these tests, the error explains
-    them, and the hint is left out.
+    A hint explains why the tests in its `fails` fail. If the learner's code raised an error in each of these tests,
+    the errors explain that, and the hint is left out.
     """
     failed, held, raised = (
         {test.rpartition("::")[2] for test in tests}

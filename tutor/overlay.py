@@ -70,11 +70,14 @@ class Overlay(MetaPathFinder):
 
 
 def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
-    """Replace modules by those below `tree`, and add to each logged error the line in the tree that raised it.
+    """Import modules below `tree` in place of the project's from now on, and log the lines in `tree` that fail.
+
+    If a logged error passed through files below `tree`, the last line there that it passed replaces its traceback
+    in the log.
 
     Args:
         tree: the learner's folder.
-        watch: called with each logged error that was raised in the tree.
+        watch: called with each of these errors.
     """
     sys.meta_path.insert(0, Overlay(tree))
     make = logging.getLogRecordFactory()
@@ -95,7 +98,10 @@ def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
 
 
 def place_in(folder: Path, error: BaseException) -> Place | None:
-    """Return the last place below a folder that an error, or its cause, passed through; None if there is none."""
+    """Return the last line, in files below `folder`, that an error passed through; for a syntax error, its line.
+
+    If there is none, returns the line of the error's cause, and so on. Returns None if no cause has such a line.
+    """
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(folder):
         return Place(error.filename, error.lineno or 0, "", (error.text or "").strip())
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_below(folder, each.filename)]
@@ -165,7 +171,10 @@ def in_words(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a module with a learner's files: `tree module arguments …`. Returns 1 if one of these files raises."""
+    """Run a module with a learner's files: `tree module arguments …`.
+
+    Returns 1 after an error that passed through one of the learner's files. Other errors are raised.
+    """
     tree, module, *rest = arguments
     install(Path(tree).resolve())
     os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files

@@ -18,9 +18,9 @@ from tutor.overlay import in_words, install, place_in
 if TYPE_CHECKING:  # a module that is imported before `install` cannot be replaced by the learner's
     from common.request import Request
 
-TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # in the environment
+TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # names of environment variables
 BROKEN = ""  # key of the import error in the results: no test has this name
-VALUE = 300  # most characters of a value
+VALUE = 300  # most characters that the report shows of a value
 SHORT_TIMEOUT_S = 3  # for each test, once the learner's code has not returned in time
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -79,7 +79,7 @@ def _raised_by_a_test(error: BaseException) -> bool:
 
 
 class Furthest:
-    """The element of a tensor that differs most from that of another tensor."""
+    """The element of a tensor that differs most from the element of another tensor at the same place."""
 
     def __init__(self, number: float, index: tuple[int, ...]) -> None:
         self.number = number
@@ -90,7 +90,7 @@ class Furthest:
 
 
 def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
-    """Return a version of `assert_close` that adds both values of a comparison that fails to `_compared`."""
+    """Return a version of `assert_close` that notes in `_compared` the two values of each comparison that fails."""
 
     def compare(actual: object, expected: object, *arguments: Any, **named: Any) -> None:
         try:
@@ -103,9 +103,10 @@ def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
 
 
 def _furthest(actual: object, expected: object) -> tuple[object, object]:
-    """Return what a failed comparison reports of two values.
+    """Return the two values that the report shows for a failed comparison.
 
-    Of two tensors these are the elements that differ most, or the shapes if they differ. Other values are returned.
+    For two tensors they are the elements that differ most, or the shapes if the shapes differ. Otherwise they are
+    `actual` and `expected` themselves.
     """
     import torch
 
@@ -125,7 +126,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> None:
-    """Add the values of a comparison that fails to `_compared`. Returns None: the assertion's own text stays."""
+    """Note in `_compared` the two values of a failed assertion. Returns None: the assertion's own text stays."""
     _compared.append((op, left, right))
 
 
@@ -179,8 +180,8 @@ def _leave_out_frames_without_lines(found: pytest.ExceptionInfo[BaseException]) 
 def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Generator[str]:
     """Yield the lines that explain a failed test.
 
-    They are the place in the learner's code that raised `cause`, the place in the test that raised `error`, and the
-    compared values.
+    They are the place in the learner's code that raised `cause`, the place in the test (and in a helper of tests)
+    that raised `error`, and the compared values or the error's message. Lines that do not apply are left out.
     """
     if place := place_in(_tree(), cause):
         yield f"{place}   {place.code}"
@@ -217,8 +218,9 @@ def _said(error: BaseException) -> str:
 def _first_difference(left: object, right: object) -> tuple[str, object, object]:
     """Return a note and two values to show, for two values that differ.
 
-    If they are lists too long to be shown, the values are the first entries that differ, and the note has their
-    index. If one list begins with the other, the values are their lengths. Otherwise the note is empty.
+    If one of two lists is too long to be shown, the values are the first entries that differ, and the note has
+    their index. If one list begins with the other, the values are the lengths. Otherwise the values are `left` and
+    `right`, and the note is empty.
     """
     is_long = max(len(repr(left)), len(repr(right))) > VALUE
     if is_long and isinstance(left, list | tuple) and isinstance(right, list | tuple):

@@ -1,4 +1,4 @@
-"""Draws a learner's phase beside the project's phases, in a page like that of the site's stepper.
+"""Draws a learner's phase beside the project's phases, in a page like the stepper's page on the site.
 
 The learner's scheduler and pool run in a process of their own, where they replace the phase's.
 """
@@ -30,7 +30,8 @@ def draw(exercise: Exercise) -> Path:
     """Write the page, and the traces that it loads, into the learner's folder. Returns the page.
 
     Raises:
-        StartupError: there is no copy of a phase, or its code raised or did not end. The message says where.
+        StartupError: the exercise is not about a phase from 4 on, there is no copy, or its code raised or did not
+            end.
     """
     if exercise.serves.partition("_")[0] != f"phase{exercise.name}":
         raise StartupError("the stepper draws schedulers and pools: it shows exercises from phase 4 on")
@@ -60,7 +61,7 @@ def draw(exercise: Exercise) -> Path:
 
 
 def write(folder: Path, wanted: Iterable[Setting]) -> None:
-    """Write a trace file for each of these settings below `folder`."""
+    """Write a trace file for each setting in `wanted`, below `folder`."""
     for setting in wanted:
         (folder / "assets" / "steps" / f"{setting.name}.js").write_text(script(setting), encoding="utf-8")
 

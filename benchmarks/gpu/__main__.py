@@ -99,7 +99,7 @@ def examine(out: Path) -> Result | None:
 def run_stage(
     number: int, stage: Stage, out: Path, deadline_s: float, *, interpreted: bool
 ) -> Iterator[Result]:
-    """Run a stage's programs. Each is killed at its own limit, the stage's or the budget's, whichever is first.
+    """Run a stage's programs. Each is killed at its own limit, the stage's or the budget's, whichever comes first.
 
     Yields:
         For each program: its name, how it ended, its seconds and the last lines of its log.
@@ -121,7 +121,7 @@ def run(number: int, program: Program, out: Path, limit_s: float, *, interpreted
     """Run a program in a process group of its own, and kill the group at the limit.
 
     Returns:
-        How it ended (`ok`, an exit code, or killed), its seconds and the last lines of its log.
+        How the program ended (`ok`, an exit code, or killed), its seconds and the last lines of its log.
     """
     log = out / "logs" / f"{number}-{program.name}.log"
     words = [word.format(out=out) for word in shlex.split(program.words)]

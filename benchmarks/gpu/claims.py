@@ -1,4 +1,4 @@
-"""Judges each claim about GPUs by the results of the GPU run. A verdict is "held", "NOT HELD" or "no result"."""
+"""Judges each claim about GPUs by the GPU run's results. Verdicts begin with "held", "NOT HELD" or "no result"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Describes the machine and its packages for the GPU run: `python -m benchmarks.gpu.environment`.
 
-Prints one JSON object. `missing` names the packages of `pyproject.toml` that the run needs and that are not
-installed. The program itself imports only the standard library and torch.
+Prints one JSON object. `missing` lists the packages that the run needs and that are not installed: those of
+`pyproject.toml`, and the requirements of installed packages. The program itself needs only the standard library. It
+imports torch and `packaging` if they are installed.
 """
 
 from __future__ import annotations

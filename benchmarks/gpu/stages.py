@@ -1,6 +1,7 @@
 """The stages of the GPU run, the most valuable first, and their sizes on a GPU and on a CPU.
 
-This module imports the standard library only: the run must start on machines that lack packages, and list them.
+This module imports the standard library only: the run must start on machines that lack packages, and list what is
+missing.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Half of the requests are greedy. The others are sampled with a seed each, some with penalties and stop strings. An
 engine answers every request twice with the same options: alone, and together with all requests of its kind (greedy
-or sampled). These arrive in shuffled order while memory is so short that some are preempted. Prompts are
-English-like text of varied lengths.
+or sampled). Requests that are served together arrive in shuffled order, while memory is so short that some are
+preempted. Prompts are English-like text of varied lengths.
 
 The table has the number of answers in which a token differs, and of answers in which a log-probability differs
 (even in the last bit only), for each number type, with the native kernels and without. Nothing is timed, so the
@@ -57,7 +57,7 @@ class Served:
 def draw_orders(tokenizer: Tokenizer, count: int, *, sampled: bool) -> list[Order]:
     """Draw `count` requests, either greedy or sampled.
 
-    Of sampled requests, one in four has a repetition penalty, and one in five a stop string.
+    Of the sampled requests, on average one in four has a repetition penalty, and one in five a stop string.
     """
     writer = PromptWriter(tokenizer)
     orders = []
@@ -80,7 +80,7 @@ def draw_orders(tokenizer: Tokenizer, count: int, *, sampled: bool) -> list[Orde
 
 
 def serve(engine: Engine, orders: Sequence[Order]) -> Served:
-    """Serve requests that arrive in shuffled order, up to `MOST_ARRIVALS` a step. Answers are in the given order.
+    """Serve requests that arrive shuffled, up to `MOST_ARRIVALS` a step. Answers are in the order of `orders`.
 
     Raises:
         RuntimeError: a request failed.

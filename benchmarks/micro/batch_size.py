@@ -40,7 +40,7 @@ PEAK_ROWS, PEAK_SIZE = 512, 2048  # a product in which nearly all time is arithm
 
 
 class Machine(NamedTuple):
-    """This machine's bandwidth and arithmetic rate, with torch's number of threads."""
+    """The measured bandwidth and arithmetic rate of a device (of a CPU: with torch's number of threads)."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -58,8 +58,8 @@ class Work(NamedTuple):
 
 
 def measure_machine(dtype: torch.dtype, repeats: int) -> Machine:
-    """Measure bandwidth by reading a large tensor, and arithmetic by one large product. The fastest of several
-    runs counts."""
+    """Measure the CPU's bandwidth by reading a large tensor, and its arithmetic rate by one large product. The
+    fastest of several runs counts."""
     numbers = torch.ones(READ_BYTES // 4)
     reading_ms = min(milliseconds(numbers.sum, 1) for _ in range(repeats))
     x, weight = (torch.randn(size, PEAK_SIZE).to(dtype) for size in (PEAK_ROWS, PEAK_SIZE))

@@ -41,7 +41,8 @@ def cluster_target(
     max_seq_len: int = MAX_SEQ_LEN,
     routing: str = "auto",
 ) -> Target:
-    """Return how to start a cluster of a phase. If there are more replicas than cores, they share the cores."""
+    """Return how to start a cluster of a phase. There may be more replicas than cores: Ray reserves a quarter of a
+    core for each."""
     options = {
         "phase": phase,
         "replicas": str(replicas),

@@ -68,7 +68,8 @@ def of_answer(compiler: GrammarCompiler, grammar: Grammar, token_ids: list[int])
 
 
 def masks_of(model: str, repeats: int) -> Iterator[list[Cell]]:
-    """Yield a row of the table for each grammar in `ANSWERS`, measured with the tokenizer of a model."""
+    """Yield a row of the table of masks for each grammar in `ANSWERS`: the milliseconds of compiling the grammar
+    and of its masks, with the tokenizer of `model`."""
     checkpoint = open_checkpoint(model)
     tokenizer = checkpoint.tokenizer()
     compiler = GrammarCompiler(tokenizer, checkpoint.config.eos_token_ids)

@@ -19,7 +19,8 @@ from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked,
 from benchmarks.tables import Cell, MeasuredTable
 from kernels.native import load_native_kernels
 
-#: Each stage is a row of the table: its name, and the modules of `kernels` that use native kernels from there on.
+#: Each stage is a row of the table: its name, and the modules of `kernels` that use native kernels from
+#: that row on.
 STAGES: list[tuple[str, tuple[str, ...]]] = [
     ("torch's operations", ()),
     ("packed weights, activation at a product's end", ("linear", "gated_act")),
@@ -33,7 +34,7 @@ _CHOICE = {"linear": "has_native_products", "attention": "has_native_products"}
 
 @contextmanager
 def only(modules: Sequence[str]) -> Iterator[None]:
-    """Context manager: native kernels in these modules of `kernels`, torch's operations in all others."""
+    """Context manager: among the modules of `kernels` in `STAGES`, only these use native kernels."""
     with ExitStack() as stack:
         for _, names in STAGES:
             for name in set(names) - set(modules):
@@ -43,7 +44,8 @@ def only(modules: Sequence[str]) -> Iterator[None]:
 
 
 def measure(name: str, batch: Sequence[int], repeats: int, dtype: torch.dtype) -> list[list[Cell]]:
-    """Return a row for each stage: median milliseconds of decode steps by batch, then of the prompt."""
+    """Return a row for each stage and for the recording: median milliseconds of decode steps by batch, then of the
+    prompt."""
     unpacked, packed = (load_unpacked(name, dtype, max(CONTEXT + 1, PROMPT)) for _ in range(2))
     packed.pack()
     ways: dict[tuple[str, int], Callable[[], float]] = {}

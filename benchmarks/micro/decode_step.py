@@ -98,7 +98,7 @@ class Contender:
 
 
 def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
-    """Draw the prompts of a turn. They differ from turn to turn, and are the same for every contender."""
+    """Draw the prompts of a batch. They differ from turn to turn, and are the same for every contender."""
     draw = random.Random(f"{batch}:{turn}")
     return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
 
@@ -122,7 +122,8 @@ def find_peer(name: str, quantize: Quantize) -> tuple[str, Environment | None]:
 def start_peer(
     peer: str, environment: Environment | None, weights: Weights, options: Options
 ) -> WorkerProcess:
-    """Start a library's worker on the weights, converted if the library reads another format."""
+    """Start a library's worker on the weights. A library that does not read Hugging Face folders gets converted
+    weights."""
     if environment is None:
         return WorkerProcess(peer, options)
     library = LIBRARIES[peer]
@@ -134,7 +135,7 @@ def start_peer(
 
 
 def reading_s(num_bytes: int) -> float:
-    """Return the seconds that torch's threads take to read `num_bytes` bytes: the best of a few runs."""
+    """Return the seconds that torch's threads take to read `num_bytes` bytes: the best of 20 runs."""
     memory = torch.ones(num_bytes // 4)
     return min(milliseconds(memory.sum, 1) for _ in range(20)) / 1e3
 
@@ -165,7 +166,8 @@ def measure(
 
 
 def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
-    """Return a row for each contender, one for the lower bound, and our last phase's ratio to the fastest peer."""
+    """Return a row for each contender and one for the lower bound. If there are peers, the last row has the ratios
+    of our last phase to the fastest peer of each column."""
     found = {contender.worker.name: contender.medians_s() for contender in contenders}
     *_, own = (contender for contender in contenders if contender.ours)
     others = [contender for contender in contenders if not contender.ours]

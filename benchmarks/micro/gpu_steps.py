@@ -60,7 +60,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def measure(
     loaded: Loaded, machine: Machine, engine: Engine, count: int, prompt_tokens: int, new_tokens: int
 ) -> list[Cell]:
-    """Decode a batch twice, the second time under the profiler.
+    """Decode a batch twice. The second time, the profiler counts the kernels of `COUNTED_STEPS` steps.
 
     Returns:
         The cells of the batch's row, without its first two (way and sequences).

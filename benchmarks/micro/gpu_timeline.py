@@ -36,8 +36,8 @@ KINDS: dict[str, SamplingParams] = {
 def parts_ms(
     engine: Engine, prompts: list[list[int]], new_tokens: int, params: SamplingParams
 ) -> dict[str, float]:
-    """Decode a batch. Returns the mean milliseconds a step of each host part in `PARTS`, and of all work on the
-    device's stream (`stream`)."""
+    """Serve a batch. Returns means over all steps, prefill included, in milliseconds: the time of each host part in
+    `PARTS`, and the time of the work on the device's stream (`stream`)."""
     watch = StepParts(engine)
     watch.start()
     before = engine.telemetry.counters.steps

@@ -1,7 +1,7 @@
 """Continuous batching of `transformers`, on random weights of the same shape as ours.
 
-The library notes a time for each token. The rate counts the tokens after every sequence has begun and before the
-first one ends, as in `gpu_steps`.
+The library notes a time for each token. The rate counts the tokens from the time at which every sequence has
+begun to the time at which the first sequence ends. (`gpu_steps` also leaves out a few steps at both ends.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.zoo.presets import PRESETS
 
 
 def build(preset: str, dtype: str) -> Any:
-    """Return a model of transformers with random weights.
+    """Return a model of transformers with the shape of a preset and random weights.
 
     Raises:
         StartupError: this version has no continuous batching.

@@ -1,7 +1,8 @@
 """The time of a decode step on the host, part by part: everything but the model.
 
 A real engine serves real requests on the tiny zoo model. Only the forward pass is replaced, by a function that
-returns the same logits each time. So the times are those of Python and of small tensors, the same for any model.
+returns the same logits each time. So the times are those of Python and of small tensors, whatever the size of
+the model's layers.
 
 ```text
 scheduling   retire, release, make_room, admit, plan
@@ -32,7 +33,7 @@ PARTS = {"scheduling": "plan", "metadata": "pass", "sampling": "sample", "commit
 
 
 def engine_without_passes(phase: str, sequences: int) -> Engine:
-    """Build an engine for `sequences` sequences whose forward passes take no time."""
+    """Build an engine for `sequences` sequences, with forward passes that take no time."""
     # A multiple of the block size. Otherwise the pool could not hold all sequences.
     length = -(-(PROMPT_TOKENS + STEPS) // BLOCK_SIZE) * BLOCK_SIZE
     engine = build_engine(phase, model=MODEL, max_batch_size=sequences, max_seq_len=length)
@@ -51,7 +52,7 @@ def engine_without_passes(phase: str, sequences: int) -> Engine:
 
 
 def step_times(phase: str, sequences: int, new_tokens: int = STEPS) -> dict[str, float]:
-    """Return the median milliseconds of each part of a step in which all sequences decode."""
+    """Return the median milliseconds of each part, and of the whole, of a step in which all sequences decode."""
     engine = engine_without_passes(phase, sequences)
     watch = StepParts(engine)
     watch.start()

@@ -38,7 +38,11 @@ HEAD_ROWS = 128  # positions whose logits are in memory at a time
 
 
 def load_both(name: str, positions: int) -> dict[str, CausalLM]:
-    """Load a model twice, in bfloat16 and with int8 weights, packed. ValueError: there are no native kernels."""
+    """Load a model twice, in bfloat16 and with int8 weights, and pack the weights.
+
+    Raises:
+        ValueError: there are no native kernels.
+    """
     if not load_native_kernels():
         raise ValueError("there are no native kernels here to measure")
     models = {kind: load_unpacked(name, torch.bfloat16, positions) for kind in (BF16, INT8)}
@@ -178,7 +182,7 @@ def states_of(model: CausalLM, ids: Sequence[int]) -> Tensor:
 
 @torch.inference_mode()
 def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float], list[float], float]:
-    """Compare the next-token distributions of two models at every position of a text.
+    """Compare the next-token distributions of two models at every position of a text but the last.
 
     Returns:
         The perplexity of each model; the KL divergence of the second model from the first at each position, in

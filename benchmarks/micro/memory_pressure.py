@@ -1,4 +1,4 @@
-"""One burst of requests on less and less KV memory: it costs time, and changes no token.
+"""One burst of requests on less and less KV memory: less memory costs time, and changes no token.
 
 The largest pool holds all requests at once. The smallest holds only the longest request, the least that an engine
 accepts. A small pool is slower for two reasons, and each has a column: fewer sequences are computed together

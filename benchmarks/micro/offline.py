@@ -33,7 +33,8 @@ def orders_of(requests: int, fewest: int, most: int, vocab_size: int) -> list[tu
 
 
 def serve(engine: Engine, requests: list[Request], seconds: float) -> tuple[int, float]:
-    """Run requests to their ends, but for `seconds` at most. Returns the tokens generated and the seconds taken."""
+    """Serve requests until all have ended or `seconds` are over, and abort the others. Returns the number of
+    generated tokens and the seconds taken."""
     pending, tokens, began_s = deque(requests), 0, time.perf_counter()
     while (pending or engine.has_work) and time.perf_counter() - began_s < seconds:
         while pending and engine.add_request(pending[0]):

@@ -24,8 +24,9 @@ COPIED_BYTES = 2**30
 PEAK_SIZE = 8192  # sides of a product in which nearly all time is arithmetic
 
 WARM_STEPS = 4
-COUNTED_STEPS = 2  # whose kernels are counted
-# In phases 9 and 10 the last step already launches a pass of fewer sequences, and may capture a graph for it.
+COUNTED_STEPS = 2  # steps whose kernels are counted
+# Steps left out at the end: the last step of phases 9 and 10 already launches a pass of fewer sequences, and may
+# capture a graph for it.
 LAST_STEPS = 1
 
 DEVICE = resolve_device("auto")
@@ -91,6 +92,9 @@ def decode(
     Returns:
         The steps after every sequence has its first token and before any sequence ends, without the first
         `WARM_STEPS` and the last `LAST_STEPS`.
+
+    Raises:
+        ValueError: the requests generate too few tokens to time such steps.
     """
     for prompt in prompts:
         request = engine.create_request(list(prompt), params or greedy(new_tokens))
@@ -163,7 +167,7 @@ def _synchronize() -> None:
 
 
 def measure_machine(dtype: torch.dtype) -> Machine:
-    """Measure the device's bandwidth by a copy, and its arithmetic rate by one large product."""
+    """Measure the device's bandwidth by a copy (a CPU's by reading), and its arithmetic rate by a large product."""
     if DEVICE.type == "cpu":
         return batch_size.measure_machine(dtype, 3)
     source = torch.ones(COPIED_BYTES // 4, device=DEVICE)

@@ -1,8 +1,8 @@
 """Speculative decoding on texts that repeat themselves, and on texts that do not: phase 10 beside phase 9.
 
 Both phases answer the same prompts in turns, each in a process of its own. A number of clients send one prompt
-after another. The prompts are computed before the timed requests, so that only decoding is timed. If the answers of
-the two phases differ in any token, the measurement fails.
+after another. The prompts are computed before the timed requests, so that hardly anything but decoding is timed. If
+the answers of the two phases differ in any token, the measurement fails.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Found(NamedTuple):
         token_s: the run's seconds divided by the generated tokens of all clients.
         tokens: the generated tokens of each request.
         passes: number of forward passes.
-        drafted, accepted: number of guesses that were computed, and of guesses among them that were right.
+        drafted, accepted: number of guesses that were computed, and of guesses among them that were accepted.
     """
 
     token_s: float
@@ -124,7 +124,7 @@ def start(phase: int, model: str, clients: int) -> None:
 
 
 def run(workload: str, clients: int, requests: int) -> Found:
-    """Serve and time `requests` requests of a workload, `clients` at a time."""
+    """Serve `requests` requests of a workload twice, `clients` at a time. Returns the second round's result."""
     draw, wanted = random.Random(SEED), WORKLOADS[workload]
     template = _engine.tokenizer.chat_template
     assert template is not None, "a model that chats"

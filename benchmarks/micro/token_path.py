@@ -50,7 +50,7 @@ TOKEN_EVENT = b"event: token"
 
 
 class Leg(NamedTuple):
-    """One timed part of a token's path through the server: from the mark before to the mark `until`.
+    """One timed part of a token's path through the server: from one mark (a point of the path) to the mark `until`.
 
     Attributes:
         until: the name of the mark at which the leg ends.

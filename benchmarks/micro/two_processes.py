@@ -34,8 +34,8 @@ class Found(NamedTuple):
     tokens_per_s: float
     between_steps_ms: float  # from the start of a step to the start of the next
     step_ms: float  # a step of the engine
-    front_ms: float  # processor time a step of the process that speaks HTTP (the only one, if there is one)
-    engine_ms: float  # processor time a step of the engine's process; 0 if there is only one process
+    front_ms: float  # processor time per step, of the process that speaks HTTP (or of the only process)
+    engine_ms: float  # processor time per step, of the engine's process; 0 if there is only one process
 
 
 def target_of(phase: str, form: str, streams: int, new_tokens: int) -> Target:
@@ -76,7 +76,7 @@ def processor_s(server: RunningServer) -> list[float]:
 
 def full_steps(steps: Sequence[dict[str, Any]], streams: int) -> list[tuple[float, float]]:
     """Return the time to the next step's start and the duration, in seconds, of each step in which all streams
-    decode."""
+    decode, if they also decode in the next step."""
     return [
         (after["started_s"] - step["started_s"], step["duration_s"])
         for step, after in itertools.pairwise(steps)

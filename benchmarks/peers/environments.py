@@ -17,9 +17,9 @@ class Library:
         title: the library's name in tables.
         module: the name of its worker's module in `benchmarks.peers.workers`.
         packages: packages that must be installed; the version of the first is the peer's.
-        max_pass_tokens: prompt tokens computed at once when whole prompts are timed; 0: the library's default.
-        converts: whether it reads a format of its own, so that weights must be converted. Converted weights may
-            be quantized to int8.
+        max_pass_tokens: most prompt tokens in a pass when whole prompts are timed; 0: the library's default.
+        converts: whether the library reads a format of its own, so that weights must be converted. Converted
+            weights may be quantized to int8.
     """
 
     title: str

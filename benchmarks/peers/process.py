@@ -23,7 +23,7 @@ LOG_LINES = 8
 
 
 def command(python: Path | str, module: str, *arguments: str) -> list[str]:
-    """Return the command that starts a worker. It needs the variables that `environment()` returns."""
+    """Return the command that starts a worker. The worker needs the variables that `environment()` returns."""
     return [str(python), "-P", "-m", f"{WORKERS}.{module}", *arguments]
 
 

@@ -24,7 +24,7 @@ def peer_target(name: str, setup: Setup) -> Target:
     """Return how to start a peer by its name, or the target of a running server by its URL.
 
     Raises:
-        StartupError: there is no such peer, or it is not installed.
+        StartupError: there is no such peer, it is not installed, or it cannot serve this model on this device.
     """
     if name.startswith(("http://", "https://")):
         return Target(name, ORDER + 3, module=None, options={}, url=name)
@@ -84,7 +84,11 @@ def _vllm(setup: Setup, folder: str) -> Target:
 
 
 def _llama_server(setup: Setup, program: str) -> Target:
-    """Return the target of llama.cpp's own server, which computes with a GGUF file's quantized weights."""
+    """Return the target of llama.cpp's own server, which computes with a GGUF file's quantized weights.
+
+    Raises:
+        StartupError: there is no such program, or the model is no GGUF file.
+    """
     found = shutil.which(program)
     if found is None:
         raise StartupError(f"--peer llama-server={program}: no such program")

@@ -1,6 +1,6 @@
 """The weights that peers serve: a checkpoint's folder, or the exported weights of a dummy or a GGUF file.
 
-If a library reads another format, its worker converts the weights.
+If a library does not read Hugging Face folders, its worker converts the weights.
 
 Exported and converted weights are kept in `peers` in the user's cache folder, and reused while their source is the
 same.
@@ -82,7 +82,7 @@ def weights_of(model: str, dtype: str, cache: Path | None = None, quantize: str 
         quantize: `int8`: libraries that read a format of their own get quantized weights.
 
     Raises:
-        StartupError: there is no such model.
+        StartupError: there is no such model, or it cannot be exported.
     """
     checkpoint = open_checkpoint(model)
     resolved = resolve_dtype(dtype, checkpoint.config.dtype, torch.device("cpu"))
@@ -119,7 +119,7 @@ def converted(weights: Weights, module: str, python: Path, version: str, cache: 
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Make a file or folder unless it exists. It is made under another name, and moved when complete.
+    """Make a file or folder unless it exists. It is made in a temporary folder, and moved when complete.
 
     Args:
         target: the path of the file or folder, which is returned.

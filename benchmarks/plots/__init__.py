@@ -21,7 +21,7 @@ CAPTIONS = "captions.json"
 
 
 def draw_all(results: Path, out: Path) -> list[Path]:
-    """Draw all figures, and remove figures whose results are gone. Returns the files written.
+    """Draw all figures, and remove figures whose results are gone. Returns the paths of the drawn figures.
 
     Raises:
         ValueError: a file in `results` is not a result, or `results` is not a folder.

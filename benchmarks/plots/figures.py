@@ -185,7 +185,8 @@ def _over_time(
     """Return a figure with a panel over time for each server whose engine steps are known.
 
     Args:
-        layers: for each colour a function that returns a value for each step. The area below is filled.
+        layers: for each colour a function that returns a value for each step. The area below these values is filled
+            with the colour. Later colours cover earlier ones.
     """
     shown = _with_steps(group)
     figure, panels = _panels(group, [server for server, _ in shown], height, unit)

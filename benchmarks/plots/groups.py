@@ -21,7 +21,7 @@ class Server:
     Attributes:
         runs: the complete runs, one per repeat.
         latencies: the latencies of all these runs together.
-        colour, dash, hatch: the same in every figure.
+        colour, dash, hatch: how figures draw the server. A phase looks the same in every figure.
     """
 
     label: str
@@ -58,7 +58,10 @@ class Group:
 
     @property
     def requests(self) -> Sequence[RequestRecord]:
-        """Return the requests of the first run that has kept them; all runs were sent the same requests."""
+        """Return the requests of the first server's first run that has kept its requests; [] if no run has.
+
+        All runs were sent the same requests.
+        """
         return next((run.requests for run in self.servers[0].runs if run.requests), [])
 
     @property
@@ -74,9 +77,9 @@ def load_groups(results: Path) -> list[Group]:
     """Return the groups below a folder of results, in the order of their names.
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. If a workload
-    was measured several times on a model, the complete comparison with the most servers is drawn; if several have
-    as many, the latest. A subfolder of results (`h200`, `peers`) makes groups of its own. Sweeps over a phase's
-    options are tables of the site, not figures.
+    was measured several times on a model, the complete comparison with the most servers is drawn. If several have
+    that number of servers, the latest is drawn. A subfolder of results (`h200`, `peers`) makes groups of its own.
+    Sweeps over a phase's options are tables of the site, not figures.
     """
     found: dict[str, list[Together]] = defaultdict(list)
     for each in load_comparisons(results):
@@ -115,10 +118,11 @@ def _servers(together: Together) -> list[Server]:
 
 
 def watched_client(group: Group) -> int:
-    """Return the index of the request whose waits are drawn: the longest answer in the second quarter of requests.
+    """Return the index of the request whose waits are drawn, the same request for every server.
 
-    The request is the same for every server. It finds the server busy, and other requests arrive while it is
-    answered. The first requests find an empty server, so they hardly wait for their first token.
+    Of the second quarter of the requests, in the order in which they were due, it is the request with the largest
+    `max_tokens`. It finds the server busy, and other requests arrive while it is answered. The first requests find
+    an empty server, so they hardly wait for their first token.
     """
     ordered = sorted(group.requests, key=lambda record: record.scheduled_s)
     count = len(ordered)
@@ -129,8 +133,8 @@ def watched_client(group: Group) -> int:
 def thin(
     times: Sequence[float], values: Sequence[float], limit: int = 400
 ) -> tuple[list[float], list[float]]:
-    """Reduce a curve to at most `limit` points. The curve is cut into pieces with equally many points. The highest
-    point of each piece is kept, so that peaks stay."""
+    """Reduce a curve to at most `limit` points. The curve is cut into pieces with equally many points (the last may
+    have fewer). The highest point of each piece is kept, so that peaks stay."""
     stride = max(1, -(-len(times) // limit))
     stretches = [range(start, min(start + stride, len(times))) for start in range(0, len(times), stride)]
     highest = [max(stretch, key=values.__getitem__) for stretch in stretches]

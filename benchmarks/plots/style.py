@@ -1,4 +1,4 @@
-"""The looks of all figures, light and dark. Okabe and Ito's colours: colour-blind readers tell them apart.
+"""The looks of all figures, light and dark. Colour-blind readers can tell the colours (Okabe and Ito's) apart.
 
 M. Okabe, K. Ito: Color Universal Design, 2008.
 """
@@ -23,7 +23,7 @@ DASHES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours that depend on the background."""
+    """A theme of figures, light or dark: the colours that depend on the background."""
 
     name: str
     ink: str

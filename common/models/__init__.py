@@ -1,1 +1,1 @@
-"""The architectures on the flat forward pass, listed in `registry`, and how checkpoints are found and read."""
+"""The architectures (listed in `registry`), the layers that they share, and how checkpoints are found and read."""

@@ -33,7 +33,7 @@ class Checkpoint(ABC):
         quantization: for the log, the names of the quantized types whose weights are dequantized when they are
             read; None if there are none.
         is_int8: whether weights are stored as int8, and kernels compute with them as int8.
-        generation_config: the object in its `generation_config.json`; empty if it has none.
+        generation_config: the object in the model's `generation_config.json`; empty if there is no such file.
     """
 
     folder: Path | None = None
@@ -55,7 +55,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        """Read the tokenizer. If `chat_template` names a file, it replaces the checkpoint's chat template.
+        """Read the tokenizer. The file `chat_template`, if given, replaces the checkpoint's chat template.
 
         Raises:
             StartupError: the tokenizer or the template cannot be read.
@@ -89,7 +89,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 class DummyCheckpoint(Checkpoint):
-    """The shape of a real model with random weights, and the tokenizer of a model of the zoo."""
+    """A dummy: the shape of a preset, random weights, and the tokenizer of a zoo model."""
 
     def __init__(self, name: str, config: ModelConfig, tokenizer_folder: Path) -> None:
         super().__init__(name, config)

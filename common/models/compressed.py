@@ -31,7 +31,7 @@ _WEIGHTS: dict[str, tuple[Any, ...]] = {
     "dynamic": (False, None),
 }
 
-#: Tensors that weights-only computation does not need. A symmetric scheme's zero points are zero.
+#: Endings of the names of tensors that the model has no place for. A symmetric scheme's zero points are zero.
 _UNUSED = (".weight_zero_point", ".weight_shape", ".input_scale", ".input_zero_point", ".weight_g_idx")
 
 
@@ -116,7 +116,7 @@ class PackedInt8:
 def plain_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return a checkpoint's tensors with the names that `int-quantized` gives them, in the same order.
 
-    A packed matrix becomes a `PackedInt8`. Tensors that weights-only computation does not need are left out.
+    A packed matrix becomes a `PackedInt8`. Tensors that the model has no place for are left out.
 
     Raises:
         StartupError: a packed matrix contradicts its `weight_shape`.

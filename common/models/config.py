@@ -30,14 +30,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
+    """A scaling of rotary embeddings: positions are divided by `factor` (Chen et al. 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, those between interpolated (Llama 3.1)."""
+    """Llama 3.1's scaling of rotary embeddings: low frequencies are divided by `factor`, high frequencies are kept,
+    and frequencies between them are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -47,7 +48,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class DividedFrequencies:
-    """Frequency `i` divided by `divisors[i]`. GGUF files hold Llama 3.1's scaling in this form."""
+    """A scaling of rotary embeddings: frequency `i` is divided by `divisors[i]`.
+
+    GGUF files hold Llama 3.1's scaling in this form.
+    """
 
     divisors: tuple[float, ...]
 
@@ -65,9 +69,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The settings that differ from layer to layer."""
+    """The settings of one layer that may differ from those of the model's other layers."""
 
-    window: int | None  # number of latest columns that attention sees; None: all
+    window: int | None  # number of latest columns (token positions) that attention sees; None: all
     rope: RopeConfig
 
 
@@ -75,7 +79,7 @@ class LayerConfig:
 class ModelConfig:
     """The shape of a decoder-only transformer."""
 
-    architecture: str  # its `model_type`, as `common.models.registry` lists them
+    architecture: str  # the `model_type`: a key of `common.models.registry.ARCHITECTURES`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -102,7 +106,7 @@ class ModelConfig:
 
 
 class ConfigReader:
-    """Named access to a `config.json` object, with errors that say which entry is at fault.
+    """Reads the entries of a `config.json` object. Errors (StartupError) say which entry is at fault.
 
     Raises:
         StartupError: the checkpoint's weights are quantized in a way that is not implemented.
@@ -130,7 +134,7 @@ class ConfigReader:
         return _number(self.get(key, default), key)
 
     def window(self) -> int | None:
-        """Return how many tokens sliding attention sees: 4096 if the file does not say, None if it says null."""
+        """Return how many tokens sliding attention sees: 4096 if there is no entry, None (all) if it is null."""
         if self.raw.get("sliding_window", 4096) is None:
             return None
         return self.positive_int("sliding_window", 4096)
@@ -148,8 +152,8 @@ class ConfigReader:
         """Return the rotary embedding's settings.
 
         Args:
-            layer_type: the type of layers to return settings for. They are the settings of all layers if the file
-                has no separate settings for this type.
+            layer_type: the type of the layers whose settings are returned. If the file has no separate settings
+                for this type, the settings of all layers are returned.
             theta: the base if the file names none.
         """
         parameters = self.raw.get("rope_parameters")
@@ -171,13 +175,15 @@ class ConfigReader:
     def layers(
         self, full: LayerConfig, sliding: LayerConfig, is_sliding: Callable[[int], bool]
     ) -> tuple[LayerConfig, ...]:
-        """Return the settings of all layers, first to last. Each layer is of one of two kinds.
+        """Return the settings of all layers, first to last.
+
+        The file's `layer_types` says which layers are of the type `full_attention`, and which `sliding_attention`.
 
         Args:
-            full: a layer whose attention sees every earlier token.
-            sliding: a layer whose attention sees a window.
-            is_sliding: takes a layer's index and returns whether that layer is sliding. Called only if the file
-                has no `layer_types`.
+            full: the settings of each `full_attention` layer.
+            sliding: the settings of each `sliding_attention` layer.
+            is_sliding: takes a layer's index and returns whether the layer is of the type `sliding_attention`.
+                Called only if the file has no `layer_types`.
         """
         count = self.positive_int("num_hidden_layers")
         types = self.raw.get("layer_types")
@@ -206,7 +212,7 @@ class ConfigReader:
     ) -> ModelConfig:
         """Return the model's config. Reads the entries that have the same names in all architectures.
 
-        The arguments are settings that the architecture has read itself, and its defaults for absent entries.
+        Each argument is a setting that the architecture has read itself, or its default for an absent entry.
         """
         heads = self.positive_int("num_attention_heads")
         kv_heads = self.positive_int("num_key_value_heads", heads)

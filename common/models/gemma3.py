@@ -3,7 +3,7 @@
 Most layers see a sliding window of the latest tokens, and their rotary embedding has a small base. Usually every
 sixth layer sees all tokens, with a large base (see `ModelConfig.layers`).
 
-Multimodal checkpoints (`Gemma3ForConditionalGeneration`) hold this model and one for images, which is not loaded.
+Multimodal checkpoints (`Gemma3ForConditionalGeneration`) also hold a model for images, which is not loaded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from common.kv import KVView
 from common.models.config import ConfigReader, LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import Attention, CausalLM, GatedMLP, RMSNorm
 
-# Published multimodal checkpoints omit these from `text_config` if they equal transformers' defaults.
+# Published multimodal checkpoints omit these entries from `text_config` if they have transformers' defaults.
 _TEXT_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 class Gemma3Layer(nn.Module):
-    """norm, attention, norm, add; norm, MLP, norm, add."""
+    """A layer: norm, attention, norm, add; norm, MLP, norm, add."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -92,14 +92,20 @@ class Gemma3(CausalLM):
         )
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        # The factor is rounded to the weights' type, as in training.
+        # The factor is rounded to the model's type, as in training.
         scale = torch.tensor(self.config.hidden_size**0.5, dtype=self.dtype)
         return super().embed(token_ids) * scale
 
 
 def _text_of(reader: ConfigReader) -> ConfigReader:
-    """Return the configuration of a multimodal checkpoint's language model: its `text_config`, and four entries
-    that `config.json` has beside it."""
+    """Return the config of a multimodal checkpoint's language model.
+
+    It has the entries of `text_config`, and `_TEXT_DEFAULTS` for absent entries. Four entries may also stand beside
+    `text_config`, and then replace the entries in it.
+
+    Raises:
+        StartupError: there is no `text_config`.
+    """
     text = reader.raw.get("text_config")
     if not isinstance(text, Mapping):
         raise StartupError(f"text_config must be the language model's own config, not {text!r}")

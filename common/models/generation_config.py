@@ -6,13 +6,14 @@ from common.errors import StartupError
 from common.models.config import JsonObject
 from common.request import SamplingParams
 
-#: The entries that are read. `do_sample` is not, as in vLLM: its default in transformers is greedy for every model.
+#: Besides `TOP_K`, the entries that are read. `do_sample` is not read, as in vLLM: transformers' default, False,
+#: would make every model greedy whose file leaves `do_sample` out.
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 TOP_K = "top_k"
 
 
 def suggested_params(raw: JsonObject) -> SamplingParams:
-    """Return the sampling parameters of a `generation_config.json` object. Absent entries have their defaults.
+    """Return the sampling parameters of a `generation_config.json` object. Absent entries keep their defaults.
 
     Raises:
         StartupError: an entry has an invalid value. The message names the entry.
@@ -32,9 +33,9 @@ def suggested_params(raw: JsonObject) -> SamplingParams:
 
 
 def in_words(params: SamplingParams) -> str:
-    """Return sampling parameters as text: the temperature, and the others that differ from their defaults.
+    """Return sampling parameters as text: the temperature, and other parameters that differ from their defaults.
 
-    Only parameters that a `generation_config.json` may set are listed.
+    Only parameters that `suggested_params` reads are listed.
     """
     usual = SamplingParams()
     values = {name: getattr(params, name) for name in (*NUMBERS, TOP_K)}

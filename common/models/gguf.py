@@ -1,7 +1,8 @@
-"""Opens GGUF files as checkpoints: metadata becomes a `config.json` object, and tensors find their parameters.
+"""Opens GGUF files as checkpoints: turns metadata into a `config.json` object, and reads tensors into parameters.
 
-Llama and Mistral (llama.cpp calls both `llama`), Qwen 2 and 3 and Gemma 3 are read. llama.cpp's converter changes
-some tensors, which is undone: the rows of Llama's queries and keys are interleaved, and Gemma's norms have 1 added.
+Llama and Mistral (llama.cpp calls both `llama`), Qwen 2 and 3 and Gemma 3 are read. llama.cpp's converter
+interleaves rows of queries and keys (Llama, Mistral), and adds 1 to the weights of Gemma's norms. Both changes are
+undone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common.models.layers import CausalLM
 from common.models.loader import fill_from
 from common.text import Tokenizer
 
-#: The `model_type` of each architecture.
+#: The name of an architecture in GGUF files -> its `model_type`. A `llama` with a window becomes `mistral`.
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
 _NAMES = {
@@ -105,7 +106,7 @@ def _spelled(name: str, names: dict[str, str]) -> str:
 
 
 def _undone(name: str, tensor: GGUFTensor, config: ModelConfig) -> GGUFTensor:
-    """Return a tensor with a note of the change that llama.cpp's converter made, so that `read_into` undoes it."""
+    """Return the tensor with a note of the change, if any, that llama.cpp's converter made, for `read_into`."""
     if config.architecture in ("llama", "mistral") and ".attn_q." in name:
         return dataclasses.replace(tensor, heads=config.num_heads)
     if config.architecture in ("llama", "mistral") and ".attn_k." in name:
@@ -122,7 +123,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     """Return a file's metadata as a `config.json` object, in the style of transformers 5.
 
     Raises:
-        StartupError: the architecture is not implemented, or an entry is missing, is not implemented, or
+        StartupError: the architecture is not implemented, or an entry is missing, invalid or not implemented, or
             contradicts the tensors.
     """
     architecture = file.metadata.get("general.architecture")
@@ -161,7 +162,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 class _Shape:
-    """Named access to the metadata entries of an architecture, with errors that say which entry is at fault."""
+    """Reads the metadata entries of an architecture. Errors (StartupError) say which entry is at fault."""
 
     _REQUIRED = object()
 
@@ -178,7 +179,7 @@ class _Shape:
         return StartupError(f"{self._file.path}: {message}")
 
     def entry(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return an entry. StartupError: it is missing, and there is no default."""
+        """Return an entry, or `default` if it is missing. StartupError: it is missing, and no default is given."""
         name = f"{self._architecture}.{key}"
         value = self._file.metadata.get(name, default)
         if value is self._REQUIRED:
@@ -192,9 +193,10 @@ class _Shape:
         return value
 
     def check(self) -> None:
-        """Compare the metadata with the shapes of the tensors, which are known to fit into the file.
+        """Compare the metadata with the shapes of the tensors.
 
-        So absurd sizes are refused before a model or a tokenizer is built from them.
+        The tensors are known to fit into the file. So absurd sizes in the metadata are refused before a model or a
+        tokenizer is built from them.
 
         Raises:
             StartupError: metadata and shapes contradict each other, or an entry is not implemented.
@@ -227,7 +229,13 @@ class _Shape:
                 raise self._error(f"{self._architecture}.{key} = {value!r} is not implemented")
 
     def rope(self) -> JsonObject:
-        """Return the entry `rope_parameters` of a `config.json`, from the file's entries on rotary embedding."""
+        """Return the value of `rope_parameters` in a `config.json`, from the file's entries on rotary embeddings.
+
+        A tensor with divisors, if the file has one, replaces the entries on scaling.
+
+        Raises:
+            StartupError: the scaling is not implemented, or the tensor has a wrong shape.
+        """
         theta = {"rope_theta": self.entry("rope.freq_base", 10_000.0)}
         factor = self.entry("rope.scaling.factor", self.entry("rope.scale_linear", 0.0))
         kind = self.entry("rope.scaling.type", "linear")
@@ -250,14 +258,14 @@ class _Shape:
         """Return the number whose inverse square root scales Gemma's attention scores."""
         scale = self.entry("attention.scale", None)
         if scale is None:
-            # The largest model (62 layers) does not scale by its head size as the others do; no entry says so.
+            # Unlike the other models, the largest (62 layers) does not scale by its head size. No entry says so.
             return self.hidden_size // self.heads if self.count("block_count") == 62 else self.head_dim
         found = math.pow(scale, -2)
         # The entry is in float32, so the whole number that it was made of comes back with a rounding error.
         return round(found) if math.isclose(found, round(found), rel_tol=1e-6) else found
 
     def gemma(self) -> JsonObject:
-        """Return the entries of a `config.json` that only Gemma 3 has."""
+        """Return the entries that Gemma 3 adds to the `config.json` of `config_of`, or has in another form."""
         pattern = self.entry("attention.sliding_window_pattern", 6)
         kinds = {True: "sliding_attention", False: "full_attention"}
         return {

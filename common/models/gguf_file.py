@@ -4,12 +4,12 @@
 "GGUF", version, number of tensors, number of metadata entries
 metadata:  key, type, value            llama.block_count = 30, tokenizer.ggml.tokens = [...]
 tensors:   name, shape, type, offset   blk.0.attn_q.weight [576, 576] Q4_1 at 27649024
-data:      each tensor at its offset, aligned to 32 bytes
+data:      each tensor at its offset, aligned (by default to 32 bytes)
 ```
 
-Tensors are dequantized by the official library, `gguf`. The header is read here: the library's reader makes several
-objects of each entry of an array. It took seconds and hundreds of megabytes for a vocabulary of 262,144 tokens, and
-did not end on a damaged file whose header announces 2^60 entries.
+Tensors are dequantized by the official library, `gguf`. The header is read here, because the library's reader makes
+several objects of each entry of an array. That reader took seconds and hundreds of megabytes for a vocabulary of
+262,144 tokens, and did not end on a damaged file whose header announces 2^60 entries.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class GGUFTensor:
     def read_into(self, target: Tensor) -> None:
         """Read the tensor from the file, and write its dequantized values to `target`.
 
-        The program that made the file had reordered the rows of some tensors and added 1 to others. Both are
-        undone.
+        The changes that llama.cpp's converter made to the tensor (`heads`, `added`) are undone.
+
+        Raises:
+            StartupError: the file ends early.
         """
         import gguf
 
@@ -87,8 +89,8 @@ class GGUFTensor:
     def _order(self, rows: int) -> Tensor:
         """Return the number of the row in `target` that each stored row is written to: [rows] int64.
 
-        llama.cpp rotates pairs of neighbouring coordinates, Hugging Face's code coordinate i and i + d/2. So the
-        converter stores the rows of a head as 0, d/2, 1, d/2 + 1, ...
+        In a head of size d, llama.cpp rotates pairs of neighbouring coordinates, and Hugging Face's code pairs of
+        coordinates i and i + d/2. So the converter stores the rows of a head as 0, d/2, 1, d/2 + 1, ...
         """
         order = torch.arange(rows)
         return order.view(self.heads, 2, -1).transpose(1, 2).reshape(-1) if self.heads else order
@@ -128,7 +130,7 @@ class GGUFFile:
 
 
 class _Header:
-    """Reads a header from its first byte to its last. Every size in it is compared with the size of the file."""
+    """Reads a header from its first byte to its last. A size is compared with the bytes left before it is used."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
@@ -168,7 +170,7 @@ class _Header:
         return struct.unpack_from(f"<{layout}", self._content, self._at - size)
 
     def _plausible(self, count: int, size: int) -> int:
-        """Return `count` if the rest of the file can hold as many values of `size` bytes; else _DamagedError."""
+        """Return `count`. _DamagedError: the rest of the file cannot hold that many values of `size` bytes."""
         left = len(self._content) - self._at
         if count * size > left:
             raise _DamagedError(f"its header announces at least {count * size} bytes, and {left} are left")
@@ -207,11 +209,11 @@ class _Header:
         return name, kind, tuple(reversed(shape)), offset  # ggml names the innermost dimension first
 
     def _placed(self, name: str, number: int, shape: tuple[int, ...], offset: int) -> GGUFTensor:
-        """Return the tensor, after checking that all its bytes lie in the file. `number` is its type in ggml.
+        """Return a tensor, after checking that all its bytes lie in the file. `number` stands for its type in ggml.
 
         Raises:
-            StartupError: its type is not in `READABLE`.
-            _DamagedError: it has a shape that its type cannot have, or reaches beyond the end of the file.
+            StartupError: the type is not in `READABLE`.
+            _DamagedError: the tensor has a shape that its type cannot have, or ends after the file.
         """
         import gguf
 

@@ -1,8 +1,10 @@
 """Builds a tokenizer and a chat template from the metadata of a GGUF file.
 
-A file has no `tokenizer.json`. It names a kind of tokenizer and holds its tokens: byte-level BPE (`gpt2`) with the
-name of a pre-tokenizer, which splits a text before merges are applied, or SentencePiece's BPE (`llama`), where the
-order of the tokens is the order of the merges.
+A GGUF file has no `tokenizer.json`. Its metadata has the tokens, and names one of two kinds of tokenizer:
+
+- `gpt2` is byte-level BPE. The metadata also has the merges, and names a pre-tokenizer, which splits a text before
+  merges are applied.
+- `llama` is SentencePiece's BPE. Its merges have the order of the tokens that they make.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from common.chat_template import ChatTemplate
 from common.errors import InvalidRequestError, StartupError
 from common.models.gguf_file import GGUFFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text as they are
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
 
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -84,7 +86,10 @@ class GGUFVocabulary:
         """Return the ids of the tokens that end an answer, in ascending order.
 
         They are the tokens of the file's entries for EOS, end of turn and end of message, and the control token
-        that its chat template writes after an answer.
+        that the chat template writes after an answer. Each of the four may be missing.
+
+        Raises:
+            StartupError: an entry names no token, or the chat template is not a template.
         """
         ends = [self._token(key) for key in ("eos", "eot", "eom")]
         ends.append(self._end_of_turn())
@@ -103,10 +108,11 @@ class GGUFVocabulary:
         return next((token for token in control if after.startswith(token)), None)
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate | None:
-        """Return the chat template in `file`. Without `file`, return the checkpoint's own, or None if it has none.
+        """Return the chat template in `file`. Without `file`, return the GGUF file's own, or None if it has none.
 
         Raises:
-            StartupError: the template cannot be read, or is not a template.
+            StartupError: the template cannot be read or is not a template, or the entry of a special token, such
+                as BOS, names no token.
         """
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         tokens = {f"{name}_token": self._token(key) for name, key in names.items()}
@@ -120,7 +126,8 @@ class GGUFVocabulary:
         """Build the tokenizer.
 
         Raises:
-            StartupError: the GGUF file has no tokenizer, or one of a kind that is not implemented.
+            StartupError: the GGUF file has no tokenizer, or one of a kind that is not implemented, or its tokens
+                repeat or do not fit their types.
         """
         if len(self._types) != len(self._tokens) or len(set(self._tokens)) != len(self._tokens):
             raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")
@@ -159,7 +166,8 @@ class GGUFVocabulary:
         return tokenizer
 
     def _sentencepiece(self) -> Tokenizer:
-        # Gemma's tokens of several spaces are stored as spaces. When tokens are looked up, the text has "▁".
+        # Gemma's tokens of several spaces are stored as spaces. But when tokens are looked up, the text has "▁" for
+        # each space.
         tokens = [token if token.strip(" ") else "▁" * len(token) for token in self._tokens]
         ids = self._ids(tokens)
         tokenizer = Tokenizer(
@@ -178,7 +186,10 @@ class GGUFVocabulary:
         return {token: index for index, token in enumerate(tokens)}
 
     def _add_bos_and_eos(self, tokenizer: Tokenizer) -> None:
-        """Make the tokenizer add BOS and EOS to every text as the file says; by default, as llama.cpp does."""
+        """Make the tokenizer add BOS and EOS to every text, if the file's entries say so.
+
+        Without an entry, BOS is added by the tokenizers for which llama.cpp adds it, and EOS by none.
+        """
         by_default = self._entry("model") == "llama" or self._entry("pre") == "llama-bpe"
         bos = self._token("bos") if self._entry("add_bos_token", by_default) else None
         eos = self._token("eos") if self._entry("add_eos_token", False) else None
@@ -189,7 +200,7 @@ class GGUFVocabulary:
 
 
 def _merges(ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield SentencePiece's merges by priority: in the order of the tokens that they make.
+    """Yield SentencePiece's merges by priority: in the order, in `ids`, of the tokens that they make.
 
     If several pairs make the same token, the pair with the longest left part comes first.
     """

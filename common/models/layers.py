@@ -1,7 +1,7 @@
 """The layers that all architectures share, and the flat pass through them.
 
-A pass is a flat list of `T` tokens of any sequences. Linear layers, norms and rotary embeddings work on rows. Only
-attention must know which sequence a token belongs to, and uses the KV view for that (`KVView.attend`).
+A pass is a flat list of `T` tokens of any sequences. Linear layers, norms and rotary embeddings compute each token
+by itself. Only attention must know which sequence a token belongs to, and uses the pass's `KVView` for that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from kernels.rope import HeadNorms, rope
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of one forward pass, of several sequences end to end (selective batching: Yu et al. 2022, Orca).
+    """The tokens of one forward pass: those of one or more sequences, end to end (selective batching: Yu et al.
+    2022, Orca).
 
     Attributes:
         token_ids: [T] int64.
@@ -52,10 +53,10 @@ class TokenBatch:
 
 
 class Linear(nn.Module):
-    """`y = x W^T (+ b)`: [T, in] -> [T, sum of sizes].
+    """A linear layer: `y = x W^T (+ b)`, [T, in] -> [T, sum of sizes].
 
-    A checkpoint's matrices with the same input are fused into one: one product instead of three. The weight may be
-    int8 with a factor for each output (`kernels.int8`).
+    Matrices of a checkpoint that have the same input (`loader.FUSED`) are fused, so one product replaces two or
+    three. The weight may be int8 with a factor for each output (`kernels.int8`).
     """
 
     def __init__(self, in_features: int, *sizes: int, dtype: torch.dtype, bias: bool = False) -> None:
@@ -71,23 +72,23 @@ class Linear(nn.Module):
             nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
         )
         self.weight_scale: nn.Parameter | None = None  # [out, 1] float32, of a quantized weight
-        self.packed: Tensor | None = None  # the weight in panels, after `pack`
+        self.packed: Tensor | None = None  # the weight in panels (`kernels.linear`), after `pack`
 
     def quantize(self) -> None:
-        """Replace the weight by its int8 form, unless it has that form. The weight may be on the meta device."""
+        """Replace the weight by its int8 form, unless it is int8 already. The weight may be on the meta device."""
         if self.weight_scale is None:
             values, scales = quantize(self.weight)
             self.weight = nn.Parameter(values, requires_grad=False)
             self.weight_scale = nn.Parameter(scales, requires_grad=False)
 
     def pack(self) -> None:
-        """Replace the weight by its form for native CPU kernels, if there is one."""
+        """Replace the weight by its form for native CPU kernels. Changes nothing if they cannot compute with it."""
         self.packed = self.in_panels(self.weight)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def in_panels(self, weight: Tensor) -> Tensor | None:
-        """Return `weight` in the form for native CPU kernels, or None if there is none."""
+        """Return `weight` in panels, the form for native CPU kernels; None if they cannot compute with it."""
         return pack_linear(weight, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class Linear(nn.Module):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        """Compute the product without native CPU kernels: [T, in] -> [T, out]."""
+        """Compute the product of a layer that is not packed: [T, in] -> [T, out]."""
         if self.weight_scale is not None:
             return linear_int8_reference(x, self.weight, self.weight_scale, self.bias)
         return linear(x, self.weight, self.bias)
@@ -125,7 +126,7 @@ class GatedLinear(Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich 2019) times `weight + offset`; offset 1 is Gemma's (1 + w)."""
+    """Root mean square norm (Zhang & Sennrich 2019) times `weight + offset`. The offset is 1 in Gemma, else 0."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -143,7 +144,11 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair of dimensions: [head_dim / 2] float32."""
+    """Return the angle by which each pair of dimensions turns from one position to the next.
+
+    Returns:
+        [head_dim / 2] float32, in radians.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -173,7 +178,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", torch.empty(max_positions, head_dim // 2), persistent=False)
 
     def fill(self) -> None:
-        """Compute `cos` and `sin`: row p has the angles p × `rope_frequencies`.
+        """Fill `cos` and `sin`: row p gets the values at the angles p × `rope_frequencies`.
 
         The CPU computes them, so that every device rotates by the same angles.
         """
@@ -183,12 +188,15 @@ class RotaryTable(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions [T]: [T, head_dim / 2] each. Called once a pass for all layers."""
+        """Return the rows of cos and sin at positions [T]: [T, head_dim / 2] each.
+
+        Called once a pass, for all layers that use this table.
+        """
         return self.cos[positions], self.sin[positions]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023) over a pass's KV view."""
+    """Grouped-query attention (Ainslie et al. 2023). The pass's `KVView` writes and reads keys and values."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -208,7 +216,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config, dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, view: KVView) -> Tensor:
-        """Project to heads, norm (if `qk_norm`) and rotate queries and keys, attend, and project back.
+        """Project to heads, normalise (if `qk_norm`) and rotate queries and keys, attend, and project back.
 
         x [T, hidden], cos and sin [T, head_dim / 2] -> [T, hidden].
         """
@@ -253,9 +261,10 @@ class CausalLM(nn.Module, ABC):
     #: The class of a layer, constructed with (config, layer, index, dtype). The docstring of `states` says how a
     #: layer is called.
     layer_type: type[nn.Module]
-    #: For checkpoints that hold more than this model: their prefixes of tensor names -> this model's prefixes.
+    #: Prefixes of tensor names in checkpoints that hold other models, too -> the prefixes in checkpoints of this
+    #: model alone.
     renamed_prefixes: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of the names of tensors that do not belong to this model.
+    #: Prefixes of the names of tensors that belong to other models, and are not loaded.
     skipped_prefixes: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_positions: int) -> None:
@@ -280,7 +289,11 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def read_config(cls, reader: ConfigReader) -> ModelConfig:
-        """Read a `config.json` of the architecture."""
+        """Return the model's shape from a `config.json` of this architecture.
+
+        Raises:
+            StartupError: an entry is missing, invalid or not implemented.
+        """
 
     def _tie(self) -> None:
         """Make the embedding and the head one parameter, if the model ties them."""
@@ -292,7 +305,7 @@ class CausalLM(nn.Module, ABC):
         table = self.embed_tokens.weight
         if table.dtype != torch.int8:
             return F.embedding(token_ids, table)
-        assert self.lm_head.weight_scale is not None  # the rows are the head's
+        assert self.lm_head.weight_scale is not None  # an int8 embedding is tied to the head
         return dequantized_rows(token_ids, table, self.lm_head.weight_scale, self.dtype)
 
     @property
@@ -311,7 +324,10 @@ class CausalLM(nn.Module, ABC):
 
     @torch.inference_mode()
     def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run one pass. `view` tells attention which sequence each token belongs to. Returns logits [S, vocab]."""
+        """Run one pass. Returns the logits of the batch's `logit_rows`: [S, vocab].
+
+        `view` tells attention which sequence each token belongs to.
+        """
         logits: Tensor = self.lm_head(self.states(batch, view))
         return logits
 
@@ -323,7 +339,7 @@ class CausalLM(nn.Module, ABC):
         is the layer's result: the addition is left to the next norm (`RMSNorm.add_and_norm`). The first residual
         is 0. Layer i rotates by the table `rotary[rotary_of_layer[i]]`.
 
-        No branch here depends on a tensor's values, so a pass can be captured whole.
+        No branch here depends on a tensor's values. So a whole pass can be captured, for example as a CUDA graph.
         """
         angles = [table(batch.positions) for table in self.rotary]
         hidden = self.embed(batch.token_ids)
@@ -346,9 +362,9 @@ class CausalLM(nn.Module, ABC):
         return (Product(layer.in_features, layer.out_features, layer) for layer in self.linear_layers())
 
     def quantize(self, *, head: bool = True) -> None:
-        """Replace the weights of all linear layers by their int8 form, layer by layer.
+        """Replace the weights of the linear layers by their int8 form, one layer after the other.
 
-        A tied embedding becomes int8 with the head: both are the same rows. An untied embedding keeps its type.
+        A tied embedding becomes int8 with the head: both are one parameter. An untied embedding keeps its type.
 
         Args:
             head: whether the head is quantized, too.
@@ -369,7 +385,7 @@ class CausalLM(nn.Module, ABC):
         return torch.int8 if self.is_quantized else self.dtype
 
     def pack(self) -> None:
-        """Replace the weights of all linear layers by their form for native CPU kernels, layer by layer.
+        """Pack all linear layers for native CPU kernels, one after the other (see `Linear.pack`).
 
         Only a tied embedding is held twice: tokens are looked up in one form, and the head multiplies by the other.
         """
@@ -378,7 +394,7 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def is_packed(self) -> bool:
-        """Whether native CPU kernels compute the linear layers.
+        """Whether native CPU kernels compute the head, and so the other linear layers and attention.
 
         If so, no branch of a pass depends on a tensor's values.
         """
@@ -387,8 +403,8 @@ class CausalLM(nn.Module, ABC):
     def measure_batch_invariance(self) -> None:
         """Measure whether a token's logits have the same bits in any batch, and set `batch_invariant`.
 
-        Takes the time of a few hundred small products. Sets it to False without a trial if neither native nor
-        Triton kernels compute the attention.
+        Products of the model's sizes and attention are tried on random numbers. If torch computes them, without
+        native or Triton kernels, `batch_invariant` becomes False without a trial.
         """
         heads = Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
         self.batch_invariant = is_batch_invariant(self.products(), heads, self.dtype, self.device)

@@ -11,7 +11,10 @@ from common.models.layers import Attention, CausalLM, GatedMLP, RMSNorm
 
 
 class LlamaLayer(nn.Module):
-    """norm, attention, add; norm, MLP, add. Each addition is fused with the norm that follows it."""
+    """A layer: norm, attention, add; norm, MLP, add. Each addition is fused with the norm that follows it.
+
+    The norm after the layer's last addition is the next layer's first norm, or the model's last one.
+    """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -3,7 +3,8 @@
 A file is a header (JSON: name, dtype, shape, byte range of every tensor) and the bytes. The safetensors library
 reads and validates the header. The bytes are read here, each tensor into its rows of a parameter, so that loading
 needs little more than the model's own memory. The library's tensors are views of a mapped file, and copying them
-doubled the peak. Its `pread` backend allocates each tensor separately, which took twice the CPU time.
+doubled the peak of memory. The library's `pread` backend allocates each tensor separately, and took twice the CPU
+time of the code here.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class StoredTensor:
     num_bytes: int
 
     def read_into(self, target: Tensor) -> None:
-        """Read the tensor's bytes from the file into `target`. If `target` has another type, or is on a GPU, they
-        are read into a temporary tensor first, and converted or copied."""
+        """Read the tensor's bytes from the file into `target`.
+
+        If `target` has another type than the file, is on a GPU or is not contiguous, the bytes are read into a
+        temporary tensor first, then converted and copied.
+        """
         direct = target.device.type == "cpu" and target.dtype == self.dtype and target.is_contiguous()
         buffer = target if direct else torch.empty(self.shape, dtype=self.dtype)
         with self.file.open("rb", buffering=0) as file:
@@ -61,13 +65,16 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTensor]:
-    """Return where each tensor of a checkpoint is stored, by name: in a single file or in shards. Reads no weights.
+    """Return the place of each tensor of a checkpoint, by the tensor's name. Reads no weights.
+
+    The checkpoint has one safetensors file, or several (shards) with an index.
 
     Args:
         quantized: whether the tensors may be integers.
 
     Raises:
-        StartupError: there are no safetensors files, or a file is missing, truncated or malformed.
+        StartupError: there are no safetensors files, a file is missing, truncated or malformed, or a tensor has a
+            type that is not read.
     """
     dtypes = _DTYPES | (_INTEGERS if quantized else {})
     if (folder / INDEX_FILE).is_file():
@@ -94,7 +101,10 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
 def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, StoredTensor]:
     """Return a file's tensors by name, in the order of the file.
 
-    The safetensors library checks that they fill the file without gaps.
+    The safetensors library checks that they fill the file without gaps. So each begins where the one before ends.
+
+    Raises:
+        StartupError: the file cannot be read or is malformed, or a tensor's type is not in `dtypes`.
     """
     tensors: dict[str, StoredTensor] = {}
     try:
@@ -123,8 +133,8 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
 def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
     """Return a view of a model's parameters for each tensor of its checkpoint, by the checkpoint's names.
 
-    The model's modules are named as in checkpoints. Only a fused matrix has another name: its rows are divided into
-    the checkpoint's matrices.
+    A tied head has no view of its own. The model's modules have the names that they have in checkpoints, without
+    the prefix `model.`. Only a fused matrix has another name: its rows are divided into the checkpoint's matrices.
     """
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -140,13 +150,14 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
 
 
 def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantized: bool = False) -> None:
-    """Fill a model that was built on the meta device from the checkpoint in `folder`.
+    """Allocate a model that was built on the meta device, and read its weights from the checkpoint in `folder`.
 
     Args:
         quantized: whether the checkpoint has int8 weights, with a `weight_scale` each (compressed-tensors).
 
     Raises:
-        StartupError: tensors are missing, unexpected or of a wrong shape; the message names them.
+        StartupError: the files cannot be read (see `find_tensors`), or tensors are missing, unexpected or of a
+            wrong shape.
     """
     stored: dict[str, Stored] = {
         _rename(name, model.renamed_prefixes): tensor
@@ -163,7 +174,7 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantiz
 
 
 def _quantize_as_stored(model: CausalLM, names: Collection[str]) -> None:
-    """Quantize those layers of a model on the meta device for which a checkpoint has scales.
+    """Quantize the linear layers for which a checkpoint has scales. The model is on the meta device.
 
     `names` are the names of the checkpoint's tensors.
     """
@@ -184,7 +195,7 @@ def fill_from(
     shapes: str = "config.json",
     spelled: Callable[[str], str] = str,
 ) -> None:
-    """Fill a model that was built on the meta device.
+    """Allocate a model that was built on the meta device, and read its weights.
 
     All names and shapes are compared before memory is allocated.
 
@@ -192,10 +203,11 @@ def fill_from(
         stored: the tensors on disk, in the order in which they lie there: a disk then reads forward.
         origin: the checkpoint's folder or file, for the error message.
         shapes: the part of the checkpoint that the model's shapes come from, for the error message.
-        spelled: returns the name that a tensor of a Hugging Face checkpoint has in `stored`.
+        spelled: takes a tensor's name in Hugging Face checkpoints, and returns its name in `stored`.
 
     Raises:
-        StartupError: tensors are missing, unexpected or of a wrong shape; the message names them.
+        StartupError: tensors are missing, unexpected or of a wrong shape (the message has the first names), or a
+            file ends early.
     """
     held = {spelled(name): rows for name, rows in checkpoint_tensors(model).items()}
     misshaped = [
@@ -233,7 +245,7 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 
 def read_fully(file: BinaryIO, view: memoryview) -> None:
-    """Fill `view` from an unbuffered file. StartupError: the file ends before that."""
+    """Fill `view` from an unbuffered file. StartupError: the file ends before `view` is full."""
     done = 0
     while done < len(view):  # one call reads at most 2 GB
         count = os.readv(file.fileno(), [view[done:]])
@@ -243,9 +255,10 @@ def read_fully(file: BinaryIO, view: memoryview) -> None:
 
 
 def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
-    """Fill a dummy's weights: normally distributed with deviation 0.02, and norm weights that multiply by 1.
+    """Allocate a dummy and draw its weights: normally distributed, with deviation 0.02.
 
-    Weights are rounded to the checkpoint's type, like those of a real checkpoint.
+    Norm weights are not random: they get the value with which norms multiply by 1. Other weights are rounded to the
+    checkpoint's type, like those of a real checkpoint.
     """
     model.materialise(device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Mistral: Llama. Every layer of Mistral's first version sees only a sliding window of the latest tokens."""
+"""Mistral: Llama, where all layers may see only a sliding window of the latest tokens (as in the first version)."""
 
 from __future__ import annotations
 

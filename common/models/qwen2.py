@@ -9,7 +9,8 @@ from common.models.llama import Llama
 def read_layers(reader: ConfigReader) -> tuple[LayerConfig, ...]:
     """Return the settings of a Qwen model's layers.
 
-    If `use_sliding_window` is set, the layers from index `max_window_layers` on have a sliding window.
+    If `use_sliding_window` is set, some layers have a sliding window: the layers that `layer_types` names or,
+    without that entry, the layers from index `max_window_layers` on.
     """
     rope = reader.rope()
     window = reader.window() if reader.flag("use_sliding_window") else None

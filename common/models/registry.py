@@ -73,8 +73,8 @@ def parse_config(raw: JsonObject) -> ModelConfig:
     """Read a `config.json` object.
 
     Raises:
-        StartupError: the architecture is not implemented, or an entry is missing or contradicts another. The
-            message names the entry; the caller adds the file's name.
+        StartupError: the architecture is not implemented, or an entry is missing, invalid or not implemented, or
+            contradicts another entry. The message names the entry; the caller adds the file's name.
     """
     model_type = raw.get("model_type")
     architecture = ARCHITECTURES.get(str(model_type))
@@ -86,10 +86,11 @@ def parse_config(raw: JsonObject) -> ModelConfig:
 
 
 def open_checkpoint(name: str) -> Checkpoint:
-    """Find a model and read its config. The files of a hub id are downloaded.
+    """Find a model by its name, read its config, and return its checkpoint. The files of a hub id are downloaded.
 
     Raises:
-        StartupError: there is no such model, or its config is not supported.
+        StartupError: there is no such model, its files cannot be read or downloaded, or its config is not
+            supported.
     """
     if name.startswith("dummy:"):
         return _open_dummy(name)
@@ -175,7 +176,7 @@ def weight_bytes(
 
     Args:
         packed: whether weights are packed for native kernels. A tied embedding is then held a second time, as the
-            head.
+            head. The panels are counted as if they had the size of the unpacked weights.
         int8: the linear layers whose weights are int8: none, all but the head, or all.
     """
     model = _without_memory(config, dtype, max_positions=1)
@@ -192,9 +193,10 @@ def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int)
 
 
 def _find_gguf(name: str) -> Path | None:
-    """Return the GGUF file that a name stands for: itself, the only one in a folder, or a fetched model.
+    """Return the GGUF file that a name stands for; None if the name stands for something else.
 
-    Returns None if the name stands for something else.
+    The name may be that of the file, of a folder (without `config.json`) that holds one GGUF file, or of a model
+    that `infer fetch` knows.
 
     Raises:
         StartupError: there is no such file, the folder holds several, or the model is not fetched yet.
@@ -224,7 +226,7 @@ def _find_folder(name: str) -> Path:
     """Return the folder of a model's files. The files of a hub id are downloaded.
 
     Raises:
-        StartupError: there is no such model, or its format is not supported.
+        StartupError: there is no such model, `name` is a file, or the files cannot be downloaded.
     """
     if name.startswith("zoo:"):
         folder = ZOO / name.removeprefix("zoo:")
@@ -247,7 +249,11 @@ def _find_folder(name: str) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    """Download the needed files of a hub id, unless the local cache has them. Returns their folder."""
+    """Download the needed files of a hub id, unless the local cache has them. Returns their folder.
+
+    Raises:
+        StartupError: the files cannot be downloaded. The message says why.
+    """
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except GatedRepoError:

@@ -1,14 +1,14 @@
 """The HTTP server. A request goes through these modules once, from top to bottom.
 
-`connections`, `routes` and `state_routes` import the other modules and connect them. The other modules import each
-other in one direction only, which an import contract in `pyproject.toml` checks.
+`connections`, `middleware`, `routes` and `state_routes` connect the other modules. From `bodies` to `stream`, the
+modules import each other in one direction only, which an import contract in `pyproject.toml` checks.
 
 ```text
 socket    connections   bounds on the number of connections, and on the time that each may take (`framing`: the
                         HTTP parser, with bounds on a body's pieces)
 request   middleware    request ids, API keys, allowed `Host` names
-parse     routes        one function for each route; `generate` for the routes that make text
-          bodies        bytes to a validated body (`requests/`: its fields), or one error
+parse     routes        the functions of the routes; `generate` for the routes that make text
+          bodies        bytes to a validated body (`requests/`: its fields), or to one error
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
 inbox     common.worker, common.engine_thread
                         the engine's thread moves requests from the inbox to `Scheduler.waiting`

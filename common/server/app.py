@@ -36,7 +36,7 @@ from common.server.service import Service, served_model_name
 from common.version import project_version
 from common.worker import EngineWorker
 
-LAST_STEP_S = 5.0  # most seconds that shutdown waits for a step in flight; its clients have been answered
+LAST_STEP_S = 5.0  # most seconds that shutdown waits for the present step, whose clients have been answered
 
 
 def create_app(
@@ -66,12 +66,12 @@ def create_app(
         worker: the worker that built the engine; by default a new worker, which runs `engine` in a thread.
         model_name: the model's name for clients; by default the name it was loaded by (a folder's last part).
         other_names: further names of the model.
-        api_keys: a client must send one of these keys; if there are none, every client is answered.
+        api_keys: clients must send one of these keys, except to `middleware.OPEN_PATHS`; empty: no key is needed.
         cors_origins: sites whose pages may use this app in a browser, beside its own page.
         hosts: the `Host` names that are allowed; checked only if there are no API keys. None: every name is
             allowed, and so are requests from pages of other sites. Use None if no browser can reach the app.
         root_path: prefix that a proxy puts before every path.
-        body_timeout_s: seconds from a request's head to the end of its body.
+        body_timeout_s: most seconds from a request's head to the end of its body (see `Bodies`).
         step_timeout_s: if the engine spends more seconds than this in one step, `/health` answers 503; None: no
             limit.
         backlogs: bounds the bytes that clients leave unread; by default with the options' default bounds.

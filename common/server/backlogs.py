@@ -8,6 +8,9 @@ JSON answer  engine ────────────────────
 If a client reads more slowly than its answer is produced, unread bytes fill the kernel's buffers first, and then
 the HTTP server's. The rest of a stream is in its backlog. A JSON answer is handed to the HTTP server whole. The
 engine does not wait for slow readers, so the memory for unread bytes needs a bound.
+
+Counted are the bytes in backlogs, and the bytes of complete answers in the HTTP server. Bytes in the kernel are not
+counted.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from collections.abc import Callable
 
 from common.worker import WakeUp
 
-#: Most bytes of a stream handed to the HTTP server at once. A client's progress is noticed after each such piece.
+#: Most bytes of a stream handed to the HTTP server at once, unless a front of a cluster passes the stream on. After
+#: each of these pieces, a client's progress is noticed.
 PIECE_BYTES = 16 * 1024
-#: The answer of a client with fewer unread bytes is never ended to lower the total: even a quick reader may have
-#: that many.
+#: An answer with fewer unread bytes than this is never ended to lower the total: even a quick reader may leave that
+#: many unread.
 FLOOR_BYTES = 64 * 1024
 
 
@@ -34,14 +38,13 @@ class Backlogs:
 
     Args:
         limit_bytes: bound for one stream; a stream with more unread bytes is ended.
-        total_limit_bytes: bound for all clients together. Beyond it, the answer with the most unread bytes is
-            ended, unless it has fewer than `FLOOR_BYTES`.
-        send_timeout_s: seconds within which the HTTP server must take one piece of a stream (`PIECE_BYTES`). The
-            HTTP server holds 64 KiB of a connection's bytes, and takes more when 16 KiB are left.
+        total_limit_bytes: bound for all clients together. If it is exceeded, `relieve` ends answers.
+        send_timeout_s: seconds within which the HTTP server must take one piece of a stream (`PIECE_BYTES`). Once
+            it holds over 64 KiB of a connection's bytes, it takes no more until 16 KiB are left.
 
     Attributes:
         bytes: number of unread bytes of all clients.
-        unread: one `Unread` for each client that has unread bytes.
+        unread: the `Unread` of each open stream, and of each complete answer that is taken slowly.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class Backlogs:
         return SlowReaderError(f"the client took too little for {self.send_timeout_s:g} s")
 
     def relieve(self) -> None:
-        """End answers until the total of unread bytes is within its limit, the answer with the most bytes first.
+        """End answers until the total of unread bytes is within its limit.
 
-        Stops when the largest answer left has fewer than `FLOOR_BYTES` unread bytes.
+        The answer with the most unread bytes is ended first. Stops early if each answer left has fewer than
+        `FLOOR_BYTES` unread bytes.
         """
         while self.bytes > self._total_limit_bytes:
             most = max(self.unread, key=lambda each: each.bytes)
@@ -73,15 +77,15 @@ class Backlogs:
 
 
 class Unread:
-    """The unread bytes of one client, which are part of the total in `Backlogs`.
+    """Counts the unread bytes of one answer, which are part of the total in `Backlogs`.
 
     Args:
         backlogs: counts the unread bytes of all clients.
-        give_up: ends the answer, for the reason in the error that it gets. It is called at most once, after the
-            client's bytes were taken out of the total.
+        give_up: ends the answer. Called at most once, with an error that says why, after the answer's bytes were
+            taken out of the total.
 
     Attributes:
-        bytes: number of bytes that this client has not read.
+        bytes: number of the answer's unread bytes.
     """
 
     def __init__(self, backlogs: Backlogs, give_up: Callable[[SlowReaderError], None]) -> None:
@@ -93,7 +97,7 @@ class Unread:
     def add(self, count: int) -> None:
         """Change the number of unread bytes by `count`, which may be negative. Does nothing after `forget`.
 
-        If the total then exceeds its limit, answers are ended, perhaps this client's.
+        If `count` is positive and the total then exceeds its limit, answers are ended, perhaps this one.
         """
         if self not in self._backlogs.unread:  # `forget` was called
             return
@@ -109,7 +113,7 @@ class Unread:
         self._give_up(SlowReaderError(f"the client left {left} bytes unread, {reason}"))
 
     def forget(self) -> None:
-        """Take the client's bytes out of the total. They are not counted again: later calls of `add` do nothing."""
+        """Take the answer's bytes out of the total, for good: later calls of `add` do nothing."""
         if self in self._backlogs.unread:
             self._backlogs.unread.remove(self)
             self._backlogs.bytes -= self.bytes
@@ -121,7 +125,7 @@ class Backlog(Unread):
 
     Attributes:
         failed: future of the error that ended the stream: its client is too slow, or producing an event failed.
-        ended: True once the whole stream has been produced.
+        ended: True once the whole stream has been produced, or producing an event has failed.
     """
 
     def __init__(self, backlogs: Backlogs) -> None:
@@ -143,7 +147,7 @@ class Backlog(Unread):
         self.failed.cancel()
 
     def put(self, chunk: bytes) -> None:
-        """Append bytes of the stream. They are dropped if the stream has failed."""
+        """Append bytes of the stream, unless it has failed. If too many bytes are unread, answers are ended."""
         if self.failed.done():
             return
         self._made += chunk
@@ -158,14 +162,17 @@ class Backlog(Unread):
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, and drop the bytes that the HTTP server has not taken."""
+        """End the stream with an error, and drop the bytes that the HTTP server was not handed yet.
+
+        Does nothing if the stream has failed already.
+        """
         if not self.failed.done():
             self.failed.set_exception(error)
             self.forget()
             self._made.clear()
 
     async def next_piece(self, limit: int | None = PIECE_BYTES) -> bytes:
-        """Wait for bytes and return them; empty at the stream's end. Call `taken` once they are sent.
+        """Wait for bytes and return them; empty at the stream's end. Call `taken` once the bytes are sent.
 
         Args:
             limit: most bytes to return; None: all bytes produced so far, which are whole events.
@@ -178,14 +185,14 @@ class Backlog(Unread):
         return piece
 
     def taken(self, count: int) -> None:
-        """Record that the HTTP server has taken `count` bytes: they are not counted as unread any more."""
+        """Record that the HTTP server has taken `count` bytes, which are not counted as unread any more."""
         self._handed_s = None
         self.add(-count)
         if not self.bytes:
             self._all_taken.set()
 
     async def all_taken(self) -> None:
-        """Wait until the HTTP server has taken all bytes produced so far."""
+        """Wait until the HTTP server has taken all bytes of this backlog."""
         if self.bytes:
             await self._all_taken.wait()
 

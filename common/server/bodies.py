@@ -2,8 +2,8 @@
 
 ```text
 pieces ──> Bodies.read_json ──> parse ──> Body
-           400: not JSON        400, 404, 422: an ApiError that names the field
-           408, 413, 503: too
+           400, 415: not JSON   400, 404, 422: an ApiError that names the field
+           408, 413, 503: too   at fault, if one is
            late, long, many
 ```
 """
@@ -25,13 +25,14 @@ from common.server.errors import OVERLOADED, ApiError, from_exception, shorten, 
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 
-#: Most JSON values in a body, and most lists and objects among them. The validator, which holds the interpreter's
-#: lock, takes up to a tenth of a microsecond for a value and three microseconds for a list or an object.
+#: Most JSON values in a large body (`Admission.LARGE_BODY_BYTES`), and most lists and objects among the values. The
+#: validator holds the interpreter's lock. It takes up to a tenth of a microsecond for a value, and three
+#: microseconds for a list or an object.
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 2**14
 
 # Strict: "5" is not 5, and true is not 1. Unknown fields are refused by `_refuse_unknown`: pydantic's own refusal
-# reports each of them, which takes seconds for two megabytes of them.
+# reports each unknown field, which takes seconds for two megabytes of fields.
 BODY = ConfigDict(
     strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
 )
@@ -40,8 +41,8 @@ BODY = ConfigDict(
 #: pydantic puts tags into an error's location, where they mean nothing to a client. `_explain` removes them.
 TAG = "as "
 
-#: pydantic's error type for a field that is not implemented. The error's `param` is the field's whole path in the
-#: body, not only the path's first part.
+#: The type of pydantic's error for a field that is not implemented. Its ApiError has the field's whole path in the
+#: body as `param`. Other errors have only the path's first part.
 NOT_IMPLEMENTED = "not_implemented"
 
 _SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
@@ -60,16 +61,16 @@ class Bodies:
     """Reads request bodies, within a time limit and a shared rate.
 
     Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
-    they can would take its time. While the rate is used up, connections are not read, and their clients wait.
-    Bodies wait in a queue, whose bound also bounds their memory. A client that has left while its body waited costs
-    the others no time: when its turn comes, the next body has it.
+    they can would take its time. While the rate is used up, the connections of large bodies are not read, and
+    their clients wait. These bodies wait in a queue, whose bound also bounds their memory. A body costs the
+    others no time if its client has left when its turn comes (`client_left`).
 
     Args:
-        timeout_s: seconds from the end of a request's head to the end of its body, without waits for the rate.
-        bytes_per_s: the rate that all large bodies together may come at.
+        timeout_s: most seconds from the end of a request's head to the end of its body, without waits for the rate.
+        bytes_per_s: the rate at which all large bodies together may come.
     """
 
-    #: Bytes at the start of each body that do not count towards the rate.
+    #: The bytes of a body count towards the rate from the piece on that makes the body larger than this.
     FREE_BYTES = 64 * 1024
     #: Bytes that may come at once, faster than the rate, after a pause.
     BURST_BYTES = 4 * 2**20
@@ -91,7 +92,8 @@ class Bodies:
 
         Raises:
             ApiError: 400, the content type is not JSON; 408, the body was not complete in time; 413, as soon as the
-                body is known to be too large; 503, too many bodies wait for the rate, or the server shuts down.
+                body is known to be too large; 415, the body is compressed; 503, too many bodies wait for the rate,
+                or the server shuts down.
             ClientDisconnect: the client left before the body was complete.
         """
         _require_json(request)
@@ -143,7 +145,7 @@ class Bodies:
     async def _pay_for(self, count: int, request: Request) -> None:
         """Count `count` more bytes of a large body, and wait until the shared rate allows them.
 
-        If the client has left, return without counting them. The next read then raises ClientDisconnect.
+        If the client has left, return without counting the bytes. The next read then raises ClientDisconnect.
 
         Raises:
             ApiError: 503, too many bodies wait already.
@@ -171,22 +173,23 @@ class Bodies:
             self._waiting -= 1
 
     def give_up(self) -> None:
-        """Refuse all bodies that are not complete by now, because the server shuts down."""
+        """From now on, refuse every body whose end has not come yet, because the server shuts down."""
         self._given_up = True
         for deadline in self._deadlines:
             expire(deadline)
 
 
 def expire(deadline: asyncio.Timeout) -> None:
-    """End a deadline now. A deadline that has just run out by itself cannot be changed any more."""
+    """Let a deadline run out now. Does nothing if it has run out already."""
     if not deadline.expired():
         deadline.reschedule(asyncio.get_running_loop().time())
 
 
 def client_left(request: Request) -> bool:
-    """Return whether the client of a request has left, if its connection can tell while it is not read.
+    """Return whether the client of a request is known to have left, while its connection is not read.
 
-    The connection puts the function `client_left` into the request's state.
+    The connection puts the function `client_left` into the request's state. Without this function, the result is
+    False.
     """
     asked = getattr(request.state, "client_left", None)
     return asked is not None and asked()
@@ -207,7 +210,8 @@ def says_json(request: Request) -> bool:
 def _require_json(request: Request) -> None:
     """Raise ApiError if the body of a request is not JSON by its header (400), or if it is compressed (415).
 
-    A web page can make a browser send text to any port of the user's machine, but JSON only if it is allowed to.
+    A web page can make a browser send text to any port of the user's machine, but JSON only if the server at that
+    port allows the page to.
     """
     if not says_json(request):
         raise ApiError(
@@ -233,7 +237,7 @@ class Body(BaseModel):
         """Refuse a well-formed body that cannot be served.
 
         Raises:
-            ApiError: 404, the body names another model; 422, any other field cannot be served.
+            ApiError: 404, the body names a model that is not served; 422, any other field cannot be served.
         """
 
 
@@ -244,8 +248,8 @@ def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
     """Parse and check a request's body, and return it as a `form`.
 
     Raises:
-        ApiError: 400, the body is not JSON, lacks a field, or has a field of a wrong type; 404, it names another
-            model; 422, it is well-formed but cannot be served.
+        ApiError: 400, the body is not JSON, lacks a field, has a field of a wrong type, or an invalid `prompt`;
+            404, the body names a model that is not served; 422, it is well-formed but cannot be served.
     """
     try:
         parsed = form.model_validate_json(body)
@@ -259,10 +263,10 @@ def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
 def refuse_too_many_values(body: bytes) -> None:
     """Refuse a body whose validation would take too long, however few its bytes are.
 
-    Counting takes milliseconds for two megabytes. Strings are cut out first: commas and brackets in them are text.
+    Counting takes milliseconds for two megabytes. Commas and brackets in strings are not counted: they are text.
 
     Raises:
-        ApiError: 413.
+        ApiError: 413, the body has more than `MAX_VALUES` values, or more than `MAX_CONTAINERS` lists and objects.
     """
     if body.count(b",") + body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:  # in strings, too
         return
@@ -300,7 +304,10 @@ def refused(param: str, message: str) -> ApiError:
 
 
 def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
-    """Raise ApiError (422) if a body, or an object in it, has an unknown field. `prefix`: path of `body`."""
+    """Raise ApiError (422) if a body, or an object in it, has an unknown field.
+
+    `prefix`: the path of `body` in the whole body, with a dot at its end; empty for the whole body.
+    """
     unknown = next(iter(body.model_extra or ()), None)
     if unknown is not None:
         name = prefix + shorten(unknown, 100)
@@ -335,7 +342,7 @@ def _explain(error: ValidationError) -> ApiError:
 
 
 def _is_syntax(detail: ErrorDetails) -> bool:
-    """Return whether a mistake is in syntax or type (400) rather than in a value (422).
+    """Return whether a mistake is in syntax or type, a missing field included (400), rather than in a value (422).
 
     Mistakes in the field `prompt`, such as an empty prompt or a negative token id, count as mistakes in syntax.
     """

@@ -6,7 +6,7 @@ opened ──> waits for a request ──> its head comes ──> its body comes
            closed                  408, closed        see `bodies`       the rest is dropped, lingering close
 ```
 
-uvicorn itself has a timeout for the wait between two requests and none for the rest.
+uvicorn itself has a timeout for the wait between two requests, and no others.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport
 
 logger = logging.getLogger(__name__)
 
-#: Timeouts of a connection beyond the bound, in seconds: for a request's head, and between requests.
+#: Timeouts of a connection beyond the bound on their number, in seconds: for a request's head, and between
+#: requests.
 SPARE_TIMEOUT_S = 5.0
-#: If a client takes fewer bytes of an answer within `send_s`, its connection is closed. The HTTP server holds
-#: 64 KiB of a connection's bytes and takes more when 16 KiB are left, so smaller progress would not be seen.
+#: If a client takes fewer bytes than this of a complete answer within `send_s`, its connection is closed. The
+#: client of a stream must take about as many before the HTTP server takes the stream's next bytes (`Backlogs`).
 MUST_TAKE_BYTES = 48 * 1024
-#: Seconds from the moment a connection's buffers are full until its unread bytes are counted, and between counts.
+#: Seconds from the moment when the HTTP server holds over 64 KiB of an answer until its unread bytes are counted,
+#: and from each count to the next.
 COUNT_AFTER_S = 5.0
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
-#: `LINGER_S` at the server's shutdown, when clients get less time.
+#: Used in place of `LINGER_S` at the server's shutdown, when clients get less time.
 LAST_LINGER_S = 0.5
 #: Bytes that a client may send behind a request whose answer is being made. A connection with more is closed.
 MAX_PIPELINED_BYTES = 64 * 1024
-#: Seconds between two warnings about too many connections.
+#: Seconds between two warnings about too many connections, at least.
 WARN_EVERY_S = 10.0
-#: Seconds that a client may go on sending after the answer has ended its connection.
+#: Most seconds that a client may go on sending after an answer that ends its connection.
 LINGER_S = 5.0
 
 
@@ -63,11 +65,12 @@ class ConnectionLimits:
 
     Attributes:
         connections: number of connections at a time.
-        per_address: connections at a time of one address; by default half of all. Loopback and Unix sockets have
-            no such bound, since all clients of a proxy on this machine have its address.
+        per_address: connections at a time of one address; by default half of `connections`. Loopback and Unix
+            sockets have no bound of their own, since all clients of a proxy on this machine have the same address.
         keep_alive_s: time that a connection may stay open without a request.
-        receive_s: time for the head of a request to come.
-        send_s: time to take `MUST_TAKE_BYTES` of an answer that is complete, while more than 64 KiB of it are left.
+        receive_s: time for the head of a request to come, from its first byte on.
+        send_s: time in which a client must take `MUST_TAKE_BYTES` of a complete answer, if the HTTP server has held
+            over 64 KiB of the answer, until 16 KiB are left.
     """
 
     connections: int = 1024
@@ -82,8 +85,9 @@ class Config(uvicorn.Config):
 
     Args:
         limits: bounds of connections.
-        backlogs: counts the unread bytes of JSON answers, together with those of streams; by default a new count.
-        answers: counts the requests refused here, by status and error code; by default a new counter.
+        backlogs: counts the unread bytes of JSON answers, together with those of streams; by default a new one.
+        answers: the number of answers by status and error code, by default a new counter. Requests that connections
+            refuse without the app are added to it.
         path_prefix: prefix that a proxy puts before every path.
     """
 
@@ -105,9 +109,14 @@ class Config(uvicorn.Config):
         self.last_warning_s = -WARN_EVERY_S
 
     def beyond(self, connections: int, address: str | None) -> int:
-        """Return by how many connections the bound on all, or that of `address`, is exceeded; warn if one is.
+        """Return by how many connections a bound is exceeded: the bound on all, or the bound on one address.
 
-        The larger excess counts; 0 or less: neither is exceeded. `address`: None if it has no bound of its own.
+        If both are exceeded, the larger excess is returned. 0 or less: neither is exceeded. Logs a warning if one
+        is.
+
+        Args:
+            connections: number of open connections.
+            address: the address whose bound is checked; None: it has none.
         """
         limits = self.limits
         beyond = connections - limits.connections
@@ -130,7 +139,7 @@ class Config(uvicorn.Config):
             del self.addresses[address]
 
     def _warn(self, message: str, *values: object) -> None:
-        """Log a warning, at most one in `WARN_EVERY_S`: a client may open thousands of connections."""
+        """Log a warning, at most one in `WARN_EVERY_S` seconds: a client may open thousands of connections."""
         if time.monotonic() - self.last_warning_s >= WARN_EVERY_S:
             self.last_warning_s = time.monotonic()
             logger.warning(f"{message}: more are refused", *values)
@@ -211,16 +220,19 @@ class Connection(H11Protocol):
         self._stop_sending()
 
     def shutdown(self) -> None:
-        """Close at the server's shutdown: now if idle, after `LAST_LINGER_S` if only the client is still sending,
-        otherwise when the answer is complete."""
+        """Close the connection at the server's shutdown.
+
+        If an answer is being made, the connection closes when the answer is complete. Otherwise it closes now, or
+        within `LAST_LINGER_S` seconds if the client may be sending.
+        """
         super().shutdown()
         self._lingering.hurry(LAST_LINGER_S)
 
     def _client_left(self) -> bool:
-        """Return whether the client has closed the connection, and then close it, too.
+        """Close the connection if the client has closed it. Returns whether the connection is closed or closing.
 
         While a body waits to be read, its bytes hide the end of the connection from the event loop. On Linux, the
-        kernel tells of the end before they are read.
+        kernel tells of the end before the bytes are read. On other systems, the end is not noticed here.
         """
         if sys.platform == "linux" and not self.transport.is_closing():
             poll = select.poll()
@@ -278,7 +290,10 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start the timer for the rest of a request (stopped once all of it has come), or for the next request."""
+        """Start the timer for the rest of a request, or for the next request if none has begun to come.
+
+        Stops the first timer once the whole request has come, or the connection is closing.
+        """
         if self.transport.is_closing():
             self._stop_receiving()
             return
@@ -310,7 +325,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Close the connection, because its bytes are not HTTP or come in too many pieces. If no answer has begun,
-        send the error before."""
+        send the error first."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(self.conn.refusal or ApiError(400, msg, code="invalid_http"))
         else:
@@ -318,7 +333,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer with an error, without calling the app, and close."""
+        """Answer with an error, without the app, and close the connection."""
         self._end_request()
         log_refusal(refusal, refusal.status, refusal, client=self.client[0] if self.client else None)
         self.config.answers[refusal.status, refusal.code] += 1
@@ -355,7 +370,10 @@ class Connection(H11Protocol):
         self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
 
     def _count_unread(self) -> None:
-        """Count a complete answer's unread bytes, now and every `COUNT_AFTER_S`. A stream has a `Backlog`."""
+        """Count a complete answer's unread bytes, now and every `COUNT_AFTER_S` seconds.
+
+        An answer that is not complete is a stream, whose unread bytes its `Backlog` counts.
+        """
         self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
         if self.cycle.response_complete:
             if self._unread is None:
@@ -380,7 +398,10 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _on_unread(self, unsent: int) -> None:
-        """Close the connection if its answer is complete, and the client took too little of `unsent` bytes."""
+        """Close the connection if its answer is complete, and the client took too little of it within `send_s`.
+
+        Otherwise, check again after another `send_s`. `unsent`: number of unsent bytes when this time began.
+        """
         if (
             not self.cycle.response_complete
             or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES
@@ -392,10 +413,10 @@ class Connection(H11Protocol):
 
 
 class Flow(FlowControl):
-    """uvicorn's flow control, which goes on reading while an answer is made.
+    """uvicorn's flow control, changed to go on reading while an answer is made.
 
-    uvicorn stops reading when bytes wait behind a request. Then it notices that a client has left only when the
-    answer is complete, and a request with one byte behind it is computed in vain.
+    uvicorn itself stops reading when bytes wait behind a request. Then it notices only after the answer that the
+    client has left. So if a client sends one byte more than its request and leaves, the answer is computed in vain.
     """
 
     def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
@@ -403,13 +424,13 @@ class Flow(FlowControl):
         self._parser = parser
 
     def pause_reading(self) -> None:
-        """Stop reading, but only if a body comes faster than the app takes it."""
+        """Stop reading if a request's body is still coming: then the body comes faster than the app takes it."""
         if self._parser.their_state is h11.SEND_BODY:
             super().pause_reading()
 
 
 def counted_address(host: str) -> str | None:
-    """Return the address that a peer's connections are counted under; None for loopback and Unix sockets.
+    """Return the address under which a client's connections are counted; None for loopback and Unix sockets.
 
     An IPv6 network of 2^64 addresses (/64) counts as one address, since one machine can use all of them.
     """

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one JSON shape for all errors of all routes.
+"""Errors as clients see them: one JSON shape for the error answers of all routes.
 
 ```json
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_value"}}
@@ -31,10 +31,10 @@ from common.server.replies.shapes import ErrorResponse, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
-#: Prefix of the routes whose answers are OpenAI's to the letter, statuses included.
+#: Prefix of the routes whose answers are exactly like OpenAI's, statuses included.
 STRICT_PREFIX = "/openai/"
 
-SHOULD_RETRY = "x-should-retry"  # OpenAI's libraries heed it
+SHOULD_RETRY = "x-should-retry"  # header: whether OpenAI's libraries should send the request again
 
 INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
@@ -46,12 +46,12 @@ class ApiError(Exception):
     """An error that a client is answered with.
 
     Attributes:
-        status: HTTP status; not sent if the answer has begun already.
-        message: text for people, without the server's internals.
+        status: HTTP status (see `status_at`); not sent if the answer has begun already.
+        message: text for people, without the server's internals, cut to `MAX_MESSAGE_CHARACTERS`.
         type: the kind of error, for programs.
-        param: the request's field at fault, if one is.
-        code: the error, for programs.
-        headers: headers of the answer. 500 and 504 have `x-should-retry: false`.
+        param: the request's field at fault; None: no single field is.
+        code: the exact error, for programs.
+        headers: headers of the answer. Those of 500 and 504 have `x-should-retry: false`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ApiError(Exception):
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut a text that a client wrote, which may be megabytes long, to `limit` characters."""
+    """Cut a text that a client wrote, which may be megabytes long, to at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -97,7 +97,7 @@ def internal_error() -> ApiError:
 def status_at(path: str, error: ApiError) -> int:
     """Return the HTTP status of an error on the route `path`.
 
-    Routes under `/openai/` answer 400 to any bad request, as OpenAI does. The other routes tell a malformed request
+    Routes under `/openai/` answer 400 instead of 422, as OpenAI does. The other routes tell a malformed request
     (400) from a request that cannot be served (422).
     """
     return 400 if error.status == 422 and path.startswith(STRICT_PREFIX) else error.status
@@ -142,7 +142,7 @@ async def answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """Answer a request to a route that does not exist, or does not have the method."""
+    """Answer an error of the web framework, such as 404 (no such route) or 405 (the route lacks the method)."""
     assert isinstance(error, HTTPException)  # the handler is registered for these
     message = {
         404: f"there is no such route; {_route_meant_by(request)}",
@@ -179,7 +179,7 @@ _ELSEWHERE = {
 
 
 def _route_meant_by(request: Request) -> str:
-    """Return a hint at the route that a client may have meant, for the message of a 404."""
+    """Return a hint for a 404's message: the route that the client may have meant, or where all are listed."""
     path = request.url.path
     for end, hint in _ELSEWHERE.items():
         if path.endswith(end):
@@ -204,7 +204,7 @@ async def answer_nobody(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-#: Routes let errors of the engine and its worker pass; `answer_api_error` translates them.
+#: The app's error handlers. An error of the engine or its worker that a route lets pass goes to `answer_api_error`.
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: answer_api_error,
     InvalidRequestError: answer_api_error,

@@ -14,11 +14,11 @@ import h11
 
 from common.server.errors import ApiError
 
-#: Events parsed before the event loop serves others. They take about a millisecond.
+#: Most events parsed before the event loop serves other clients. They take about a millisecond.
 EVENTS_PER_TURN = 32
 
 #: A body may come in this many pieces (HTTP chunks or packets) of any size. With more pieces, the body must have
-#: `MEAN_PIECE_BYTES` for each further one. Packets of 536 bytes, the smallest in use, are large enough.
+#: `MEAN_PIECE_BYTES` for each further piece. Packets of 536 bytes, the smallest in use, are large enough.
 FREE_BODY_PIECES = 64
 MEAN_PIECE_BYTES = 256
 
@@ -28,8 +28,9 @@ class BoundedParser(h11.Connection):
     the pieces (HTTP chunks or packets) of a body.
 
     Attributes:
-        turn_is_over: whether this turn of the event loop parsed `EVENTS_PER_TURN` events. The next turn goes on.
-        refusal: the error for a request in too many pieces; None if there is none.
+        turn_is_over: whether parsing stopped because this turn of the event loop has parsed `EVENTS_PER_TURN`
+            events.
+        refusal: the error for a body that came in too many pieces; None: no body did.
     """
 
     def __init__(self, max_incomplete_event_size: int) -> None:
@@ -73,11 +74,11 @@ class BoundedParser(h11.Connection):
         return event
 
     def send(self, event: Any) -> Any:
-        """Serialize an event.
+        """Return the bytes of an event of the answer.
 
-        If an answer is sent before the whole request has come, it gets `Connection: close`: otherwise the rest of
-        the request would have to be parsed to find the next one. A stream's bytes, which change no state of the
-        parser, are framed here, without h11's dozen function calls for each token.
+        If an answer begins before the request's whole body has come, it gets `Connection: close`: otherwise the
+        rest of the body would have to be parsed to find the next request. A stream's bytes, which change no state
+        of the parser, are framed here, without h11's dozen function calls for each token.
         """
         if type(event) is h11.Data and self._is_chunked and event.data and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)

@@ -12,12 +12,13 @@ body ──> validated ──> grammar compiled ──> places in the queue ─�
 ```
 
 Every kind of work that a request causes outside of the engine's steps is bounded (`Admission`). Each kind has a
-*lane*: a few threads of its own and a bounded number of requests that wait for them. Slow work of one kind delays
-requests of that kind only. A request that finds its lane full is refused at once (503 with the name of the lane and
-`Retry-After`). If a client leaves while its request waits in a lane, the request is dropped.
+*lane*: a few threads of its own and, unless the requests are bounded elsewhere, a bound on those that wait. Slow
+work of one kind delays requests of that kind only. A request that finds its lane full is refused at once (503
+with the name of the lane and `Retry-After`). If a client leaves while its request waits in a lane, the request is
+dropped.
 
 Requests for text hold places in the engine's queue (`EngineWorker.hold_places`) while they are tokenized. They hold
-none while their body is validated or their grammar compiled: a place is for a request that will soon be computed.
+none while their body is validated or a slow grammar compiled: a place is for a request that will soon be computed.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from common.server.requests.generation import GenerationRequest
 from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
 
-#: If the matchers for all choices of a request take at most this many seconds of processor time, they are compiled
-#: in the thread that tokenizes the prompt.
+#: If the matchers for all choices of a request are expected to take at most this many seconds of processor time,
+#: they are compiled in the thread that tokenizes the prompt.
 QUICK_COMPILE_S = 0.05
 
-#: Entries of prompt log-probabilities in one answer: tokens of the prompt × (top + 1) × choices.
-#: Each takes about 70 bytes of JSON.
+#: Most prompt log-probabilities in one answer: tokens of the prompt × (top + 1) × choices. Each takes about 70
+#: bytes of JSON.
 MAX_PROMPT_LOGPROBS = 2**17
 
-#: A text that `/tokenize` takes, or `truncate_prompt_tokens` cuts, may have this many times the tokens of the
-#: longest request.
+#: A text for `/tokenize`, or to be cut by `truncate_prompt_tokens`, is refused if it surely has more than this many
+#: times the tokens of the longest request.
 MAX_LENGTHS = 8
 
 #: A predicted text (OpenAI's `prediction`) is cut to this many characters for each token that a request can have,
@@ -63,8 +64,8 @@ CHARACTERS_A_TOKEN = 8
 
 T = TypeVar("T")
 
-#: Niceness of threads that no stream waits for. On a core that the engine uses, too, they get a tenth of the time.
-#: They get all of an idle core.
+#: Niceness of threads that no running stream waits for. On a core that the engine uses, too, they get a tenth of
+#: the time. They get all of an idle core.
 NICENESS = 10
 
 
@@ -105,7 +106,7 @@ class Intake:
     async def submit(
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float
     ) -> list[RequestStream]:
-        """Submit every choice to the engine, or none, and return one stream of outputs for each choice, in order.
+        """Submit all choices of a request to the engine, or none. Returns their streams of outputs, in order.
 
         If the caller is cancelled, work that has not begun is dropped and places in the queue are given back.
 
@@ -146,7 +147,7 @@ class Intake:
             raise InvalidGrammarError(f"{field}: {error}", param=field) from None
 
     async def _compile(self, grammar: Grammar | None, choices: int) -> Sequence[Matcher | None]:
-        """Return a matcher for each choice; None for each if there is no grammar, or it compiles quickly.
+        """Return a matcher for each choice; None for each if there is no grammar, or it is known to compile fast.
 
         A grammar that compiles quickly is compiled later, in the thread that tokenizes the prompt. Another grammar
         is compiled here, in the lane `compiling`, while the request holds no place in the queue.
@@ -164,13 +165,14 @@ class Intake:
         return await self._admission.compiling.run(compile_all)
 
     async def tokenize(self, body: bytes) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of the text in a body of `/tokenize`, and the tokenizer's spelling of each token.
+        """Return the token ids of the text or conversation in a body of `/tokenize`, and each token's spelling.
 
-        The spellings are None unless the body asks for them.
+        The spellings, as in the vocabulary, are None unless the body asks for them.
 
         Raises:
             ApiError: as `parse`; 503, too many requests wait to be converted.
-            InvalidRequestError: the model's chat template refuses the conversation, or the text is very long.
+            InvalidRequestError: the model has no chat template, or its template refuses the conversation, or the
+                text is too long (`MAX_LENGTHS`).
         """
         wanted = await self.parse(body, TokenizeRequest)
         tokenizer = self._engine.tokenizer
@@ -233,9 +235,9 @@ class Intake:
         return requests
 
     def _defaults(self, wanted: GenerationRequest, grammar: Grammar | None) -> SamplingParams:
-        """Return sampling parameters with the values for fields that the request leaves out, and its grammar.
+        """Return sampling parameters with the defaults of fields that a request may leave out, and its grammar.
 
-        If the answer is searched for markers of thoughts or calls, and some of them are special tokens, special
+        If the answer is searched for markers of thoughts or calls, and some markers are special tokens, special
         tokens stay in the text.
         """
         reads_markers = wanted.tool_use is not None or (wanted.has_parts and self._dialect.thinks)
@@ -279,7 +281,10 @@ class Intake:
             )
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """Return the largest number of new tokens: the requested number, or else the default, or as many as fit.
+        """Return the most new tokens of a choice: the requested number.
+
+        If none is requested: the default, at most as many as fit behind the prompt (without a default, as many as
+        fit), and at least `min_tokens`.
 
         Raises:
             InvalidRequestError: some new tokens fit, but fewer than `min_tokens`.
@@ -317,14 +322,15 @@ def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
 class Admission:
     """Bounds the work that requests cause outside of the engine's steps.
 
-    Each kind of work has a lane (`Lane`): a few threads with a bounded queue.
+    Each kind of work has a lane (`Lane`): a few threads and, unless the work is bounded elsewhere, a bound on the
+    requests that wait for them.
 
     Attributes:
         validating: bodies over `LARGE_BODY_BYTES`; smaller ones are validated on the event loop.
         compiling: grammars that are not known to compile quickly.
         tokenizing: prompts. The places in the engine's queue bound their number.
         converting: texts and token ids of `/tokenize` and `/detokenize`.
-        encoding: answers too large for the event loop. There are never more of them than running requests.
+        encoding: answers too large for the event loop. The connections bound their number.
     """
 
     #: Validating a body of this size takes about a millisecond.
@@ -405,7 +411,7 @@ class Lane:
 
 
 def _stand_back(niceness: int) -> None:
-    """Add `niceness` to this thread's niceness, on Linux only. Elsewhere the whole process would be slowed."""
+    """Add `niceness` to this thread's niceness, on Linux only: elsewhere this would slow the whole process."""
     if sys.platform == "linux" and niceness > 0:
         thread = threading.get_native_id()
         own = os.getpriority(os.PRIO_PROCESS, thread)  # of the server, which may run under `nice`

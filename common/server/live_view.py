@@ -16,7 +16,7 @@ frames and goes on with a key frame, which holds the whole state.
 event: begin     values that hold for all frames: `common.step_trace`, header
 event: step      a frame
 event: missed    {"frames": n}: n frames were dropped for this viewer since its first frame
-event: end       the last event: the server shuts down, or its engine is dead
+event: end       the last event: the server shuts down, its engine is dead, or frames cannot be made any more
 ```
 """
 
@@ -40,13 +40,18 @@ from common.worker import EngineWorker
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer
 TICK_S = 0.25  # seconds between two checks whether the latest step has a frame
-#: Recordings at a time. Each of them writes every step's events again, in the engine's thread.
+#: Most recordings at a time. Each recording writes every step's events again, in the engine's thread.
 MAX_RECORDINGS = 4
 FETCH_S = 0.1  # seconds between two pieces of a trace
 
 
 class Viewer:
-    """One client of `GET /steps`, and the frames that it has not read yet."""
+    """One client of `GET /steps`, and the frames that the client has not read yet.
+
+    Attributes:
+        needs_key: whether the viewer drops frames until the next key frame.
+        missed: number of frames dropped since the first frame.
+    """
 
     def __init__(self, live_view: LiveView) -> None:
         self._live_view = live_view
@@ -74,7 +79,7 @@ class Viewer:
         self._news.set()
 
     def close(self) -> None:
-        """Remove this viewer: its client has left."""
+        """Remove this viewer, whose stream has ended."""
         self._live_view.close(self)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -108,10 +113,11 @@ class LiveView:
         return header(self._worker.engine)
 
     def open(self) -> Viewer:
-        """Return a new viewer. Call its `close` when its client has left.
+        """Return a new viewer. Call its `close` when its stream has ended.
 
         Raises:
-            ApiError: 503, the largest number of viewers is reached, or the server is shutting down.
+            ApiError: 503, there are `MAX_VIEWERS` viewers already, the server is shutting down, or its engine is
+                dead.
         """
         if self._is_over():
             raise from_exception(ShuttingDownError("the server is shutting down, or its engine is dead"))
@@ -137,7 +143,7 @@ class LiveView:
             self._ticking = None
 
     def publish(self, frame: Frame | None) -> None:
-        """Pass a frame to every viewer. None: no more frames will come."""
+        """Pass a frame to every viewer. None: no more frames will come, so every viewer's stream is ended."""
         if frame is None:
             self.end()
             return
@@ -152,12 +158,12 @@ class LiveView:
             viewer.end()
 
     def _ask(self, call: Callable[[EngineCalls], None]) -> None:
-        """Run a call in the engine's thread. Does nothing if that thread is ending."""
+        """Call a method of `EngineCalls` in the engine's thread. Does nothing if that thread is ending."""
         with contextlib.suppress(ShuttingDownError):
             self._worker.call(call)
 
     async def _tick(self) -> None:
-        """Every `TICK_S` seconds, have a frame of the latest step made if it has none.
+        """Every `TICK_S` seconds, have a frame of the latest step made if the step has none.
 
         If the server is shutting down or its engine is dead, end all streams instead.
         """
@@ -210,7 +216,10 @@ class Recording:
         self._number = next(recordings.numbers)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Record steps for the requested number of seconds, and yield the trace's bytes as they come."""
+        """Record steps for the requested number of seconds, and yield the trace's bytes as they come.
+
+        Ends early if the server shuts down, or if the client is so slow that the recording's buffer is full.
+        """
         worker, clock = self._recordings.worker, asyncio.get_running_loop().time
         await asyncio.wrap_future(worker.call(EngineCalls.start_trace, self._number))
         until_s, closed = clock() + self._seconds, False

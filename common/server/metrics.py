@@ -1,6 +1,7 @@
 """`GET /metrics`: the counts of the engine and its worker, in Prometheus's format.
 
-A metric that vLLM has, too, has vLLM's name, so dashboards made for vLLM show it. Other names begin with `infer:`.
+A metric that vLLM has, too, has vLLM's name, so dashboards made for vLLM show it. The names of other metrics begin
+with `infer:`, or with `process_` if they are about this process.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Metrics(Collector):
         self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
-        """Return the metrics and the name of their format, which every scraper reads.
+        """Return the metrics, and the content type of their format, which every scraper reads.
 
         OpenMetrics is not offered. In that format the library writes `vllm_` for `vllm:`, and dashboards made for
         vLLM's names find nothing.
@@ -168,7 +169,7 @@ class Metrics(Collector):
 def count_longest_choices(requests: RequestTelemetry, answer: Answer) -> None:
     """Add the number of new tokens of each prompt's longest choice to `requests.longest_choices`.
 
-    Call this once the answer has ended.
+    Call this once for an answer, when it has ended or was cancelled.
     """
     longest: dict[int, int] = {}
     for choice, stream in zip(answer.choices, answer.streams, strict=True):
@@ -179,7 +180,7 @@ def count_longest_choices(requests: RequestTelemetry, answer: Answer) -> None:
 
 
 def _with_unit(name: str) -> str:
-    """Return a counter's name as Prometheus writes it: `busy_s` becomes `busy_seconds`."""
+    """Return a counter's name with its unit as Prometheus writes units: `busy_s` becomes `busy_seconds`."""
     return name.removesuffix("_s") + "_seconds" if name.endswith("_s") else name
 
 

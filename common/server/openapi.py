@@ -265,7 +265,7 @@ def _reference(model: type[Any]) -> dict[str, str]:
 
 
 def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
-    """Return the JSON Schemas of these models, and of the models that they refer to, by the name of the model."""
+    """Return the JSON Schemas of these classes, and of the classes that they refer to, by the name of the class."""
     schemas: dict[str, Any] = {}
     for model in sorted(models, key=lambda each: each.__name__):
         schema = TypeAdapter(model).json_schema(ref_template="#/components/schemas/{model}")
@@ -285,7 +285,7 @@ def _add_limits(properties: dict[str, Any], engine: EngineFront, limits: Limits)
 def _bound(array: dict[str, Any], length: int | None, limits: Limits) -> None:
     """Add bounds to `array`, the JSON Schema of a list of token ids.
 
-    The ids are bounded by the vocabulary, and their number by `length` (None: the number has no bound).
+    The ids are bounded by the vocabulary, and their number by `length` (None: the number gets no bound).
     """
     array["items"]["maximum"] = limits.vocab_size - 1
     if length is not None:

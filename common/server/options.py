@@ -1,6 +1,7 @@
 """Options of the server, beside those of the engine (`common.config`), and how a command reads both.
 
-Every option is a flag and an environment variable. Flags win. `--help` lists each option once, in groups.
+Every option is a flag and an environment variable. If both are given, the flag wins. `--help` lists each option
+once, in groups.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def read_options(
     """Return the server's options and the phase's. Flags win over the environment, and both over defaults.
 
     Raises:
-        UsageError: an option is unknown, or an option's value is invalid.
+        UsageError: a flag is unknown, an option's value is invalid, or two options contradict each other.
     """
     settings = read_settings(settings_for(package, prog), argv)
     return part_of(settings, ServerOptions), part_of(settings, package.Config)
@@ -291,9 +292,9 @@ def settings_for(
 
 
 def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageError:
-    """Return the UsageError for flags that pydantic could not parse, with its `message`.
+    """Return the UsageError for flags that pydantic could not parse. `message` is pydantic's.
 
-    For a flag that does not exist, the error names the most similar flag that does.
+    For a flag that does not exist, the error names the most similar flag that does, if one is similar.
     """
     text = message.removeprefix("error parsing CLI: ")
     unknown = re.match(r"unrecognized arguments: (\S+)", text)
@@ -362,7 +363,7 @@ def _group_of(name: str, settings: type[BaseSettings]) -> str:
 def _default_of(field: FieldInfo) -> str:
     """Return an option's default in brackets, for `--help`.
 
-    Returns an empty text if the option has no default, or if its description names it.
+    Returns an empty text if the default is None or empty, or if the option's description names the default.
     """
     default = field.default
     if field.default_factory is not None or default in (None, "") or "default:" in (field.description or ""):
@@ -383,7 +384,7 @@ def _value_of(field: FieldInfo) -> str:
 
 
 def _plain_types(annotation: object) -> Iterator[typing.Any]:
-    """Yield the types of a union except None, or the type itself."""
+    """Yield the types of a union with None, except None. Any other annotation is yielded as it is."""
     if type(None) in typing.get_args(annotation):
         yield from (each for each in typing.get_args(annotation) if each is not type(None))
     else:

@@ -1,4 +1,4 @@
-"""The web page at `/`. It has conversations with the model, or texts for it to continue, beside the engine's steps.
+"""The web page at `/`: conversations with the model, or texts that the model continues, beside the engine's steps.
 
 The page loads nothing from other servers. Its source is in `chat_page/`. The scripts in `viewer/` draw the engine's
 steps, here and on the documentation's site.
@@ -50,7 +50,7 @@ COMPLETION = {
 
 
 def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str:
-    """Return the HTML of the page of an app that serves `engine`'s model under `model_name`."""
+    """Return the HTML of the page, for an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("chat_page/page.html"))
     most_tokens = engine.max_seq_len - 1
     choices = conversations_per_starter(engine.config.max_batch_size, engine.config.max_waiting_requests)
@@ -87,7 +87,7 @@ def conversations_per_starter(seats: int, most_waiting: int) -> int:
 
     Args:
         seats: places in the batch (`max_batch_size`).
-        most_waiting: length of the engine's queue, a bound on the result. `MOST_CHOICES` is another.
+        most_waiting: length of the engine's queue, a bound on the result. `MOST_CHOICES` is another bound.
     """
     wanted = -(-(seats + 2) // STARTERS)
     return max(1, min(wanted, MOST_CHOICES, most_waiting))

@@ -47,7 +47,7 @@ from common.worker import EngineHost, EngineWorker
 
 logger = logging.getLogger(__name__)
 
-#: With more cores, the engine gets a process of its own unless the options say otherwise.
+#: With more cores than this, the engine gets a process of its own unless the options say otherwise.
 CORES_OF_ONE_PROCESS = 2
 LAST_WORDS_S = 1.0  # at shutdown, connections get at least this long to send their last bytes
 
@@ -88,10 +88,13 @@ def exit_with(message: str, code: int) -> NoReturn:
 
 
 def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> int:
-    """Serve until a signal, and return the exit code.
+    """Serve until a signal ends the server, and return the exit code 0.
+
+    Ends the process itself, also with 0, if a step or other work is still running then.
 
     Raises:
-        StartupError: the port is taken, the trace's file cannot be written, or the engine cannot be built.
+        StartupError: the port is taken, the certificate cannot be loaded, the trace's file cannot be written, or
+            the engine cannot be built.
     """
     worker = EngineWorker(engine_host(package, options, config))
     limits = ConnectionLimits(
@@ -185,7 +188,7 @@ def check_tls(options: ServerOptions) -> None:
     """Check that the TLS certificate and its key can be loaded, if the options name any.
 
     Raises:
-        StartupError: a file cannot be read, or the key does not belong to the certificate.
+        StartupError: a file cannot be read, the key has a password, or it does not belong to the certificate.
     """
     if options.ssl_certfile is None:
         return
@@ -201,7 +204,7 @@ def check_tls(options: ServerOptions) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, but a signal lets running requests finish before the listener closes.
+    """uvicorn's server, changed so that a signal lets running requests finish before the listener closes.
 
     uvicorn's own handler closes the listener at once. A client that connects then gets no 503, and `/health` cannot
     say that the server is draining.
@@ -229,7 +232,8 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
         """Drain on the first signal, exit on the second.
 
-        Signal handlers run between any two bytecodes, so the event loop does the work.
+        A signal before `startup` ends the server without draining. Signal handlers run between any two bytecodes,
+        so the event loop does the work.
         """
         if self._loop is None:  # the server has not started yet
             self.should_exit = True
@@ -257,7 +261,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections. Clients that are still reading their answers get the rest of the shutdown timeout,
-        and at least `LAST_WORDS_S`."""
+        or `LAST_WORDS_S` seconds if less is left."""
         left_s = max(self._left_s, LAST_WORDS_S)
         self.config.timeout_graceful_shutdown = math.ceil(left_s) + 1  # for tasks without a connection
         cutting = asyncio.get_running_loop().call_later(left_s, self._cut)

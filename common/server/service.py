@@ -1,4 +1,4 @@
-"""Service: the engine, its worker, and the objects that all routes share."""
+"""The objects that all routes share: the engine, its worker, and a `Service` around them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from common.worker import EngineWorker
 
 
 class Service:
-    """One engine with the objects that all routes share.
+    """Holds one engine and the other objects that all routes share.
 
     Attributes:
         model_name: the model's name in answers.
-        fingerprint: see `fingerprint_of`.
+        fingerprint: the field `system_fingerprint` of answers.
         admission: bounds the work that requests cause outside of the engine's steps, such as tokenizing.
         created: the time of the server's start, in seconds since 1970.
         answers: the number of HTTP answers by status and error code.
@@ -81,7 +81,7 @@ class Service:
 
         Raises:
             EngineDeadError: the engine is dead. Only a new process helps.
-            ApiError: the engine has been in one step for too long. Only a new process helps.
+            ApiError: 503, the engine has been in one step for too long. Only a new process helps.
         """
         if self.worker.dead is not None:
             raise EngineDeadError("the engine is dead; restart the server")

@@ -17,8 +17,8 @@ from common.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-#: Connections beyond --max-connections that still get an answer: 503, or a health route's. Further connections are
-#: closed at once.
+#: Connections beyond a bound (of all connections, or of one address) that still get an answer: 503, or that of a
+#: path in `OPEN_PATHS`. Further connections are closed at once.
 SPARE_CONNECTIONS = 32
 #: Files that a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128
@@ -26,7 +26,9 @@ OTHER_FILES = 128
 
 @contextlib.contextmanager
 def listen(options: ServerOptions) -> Iterator[socket.socket]:
-    """Context manager: a server's socket, bound but not listening yet, so clients are refused until it is ready.
+    """Context manager: a socket, bound but not listening yet: clients are refused until the server is ready.
+
+    On exit, the socket is closed, and the file of a Unix socket is removed.
 
     Raises:
         StartupError: the address cannot be used, or is in use.
@@ -44,7 +46,7 @@ def listen(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a socket bound to a file. The file of a server that was killed is replaced.
+    """Return a Unix socket bound to a file. A socket's file that a killed server has left is replaced.
 
     Raises:
         StartupError: a server listens there, or the file cannot be made.
@@ -75,7 +77,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to a port and not listening yet: clients are refused until the server is ready.
 
     Raises:
-        StartupError: the port is in use, or the address is not one of this machine's.
+        StartupError: the port is in use, or the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -106,9 +108,10 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def find_lost_peers(listener: socket.socket, within_s: float) -> None:
-    """Make the kernel end connections whose peer is gone or, on Linux, takes nothing for `within_s` seconds.
+    """Make the kernel end connections whose peer is gone.
 
-    Sets options of the listening socket, which its connections inherit.
+    On Linux, it also ends connections whose peer takes nothing for `within_s` seconds. Sets options of the
+    listening socket, which its connections inherit.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     ask_s = max(1, int(within_s / 4))
@@ -122,10 +125,10 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 
 
 def allow_open_files(connections: int) -> int:
-    """Raise the process's limit of open files so that `connections` clients can be connected.
+    """Raise the process's limit of open files, if necessary, so that `connections` clients can be connected.
 
-    Returns the number of connections that the limit then allows, at most `connections`. If it is less, logs a
-    warning.
+    Returns `connections`. If the limit cannot be raised so far, logs a warning and returns the number of
+    connections that it allows, at least 1. On Windows, nothing is raised.
     """
     if sys.platform == "win32":
         return connections
@@ -155,12 +158,12 @@ class LingeringTransport(asyncio.Transport):
 
     A socket that is closed while bytes of the client wait in it resets the connection, and the client may lose an
     answer that it has not read. So the client is told that nothing more will come, its bytes are dropped, and the
-    socket is closed when the client closes, or a few seconds later. nginx calls this a lingering close.
+    socket is closed when the client closes it, or after `linger_s` seconds. nginx calls this a lingering close.
 
     Args:
         transport: the socket's own transport.
         may_be_sending: returns whether bytes of the client may be on their way.
-        linger_s: seconds that the client may go on sending.
+        linger_s: most seconds that the client may go on sending.
     """
 
     def __init__(
@@ -173,7 +176,11 @@ class LingeringTransport(asyncio.Transport):
         self._lingering: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Send the rest of the answer and close, at once or after the client has stopped sending."""
+        """Send the rest of the answer, and close the socket.
+
+        If the client may be sending, the socket is closed only when the client closes it, or after `linger_s`
+        seconds.
+        """
         if self.is_closing():
             return
         if not self._may_be_sending():
@@ -198,7 +205,7 @@ class LingeringTransport(asyncio.Transport):
             self._lingering.cancel()
 
     def is_closing(self) -> bool:
-        """Return whether the connection is closed or lingers. The client's further bytes are dropped then."""
+        """Return whether the connection is closed, closing or lingering. Then the client's bytes are dropped."""
         return self._lingering is not None or self._transport.is_closing()
 
     def abort(self) -> None:

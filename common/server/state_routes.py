@@ -1,4 +1,4 @@
-"""The routes that describe the model, report the server's state, record traces, and administrate."""
+"""The routes that make no text: the model, the page, the server's state, traces, and control of the engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def list_models(service: Served) -> Response:
 @router.get("/v1/models/{model:path}")
 @router.get("/openai/v1/models/{model:path}")
 async def retrieve_model(service: Served, model: str) -> Response:
-    """Return the served model's description under the name in the path, one of its names."""
+    """Return the served model's description under the name in the path, which must be one of its names."""
     check_model(model, service.limits)
     return json_response(model_card(service, model))
 
@@ -79,7 +79,11 @@ async def welcome(service: Served) -> Response:
 # Not in the schema: the stream never ends, and a program that tries out every route of the schema would wait.
 @router.get("/steps", include_in_schema=False)
 async def steps(service: Served) -> Response:
-    """Stream the engine's steps as they come, until the client leaves (`common.server.live_view`)."""
+    """Stream the engine's steps as they come (`live_view`), until the client leaves or the server shuts down.
+
+    Raises:
+        ApiError: 404, the live view is off; 503, too many clients watch, or the server shuts down.
+    """
     if service.live_view is None:
         raise ApiError(
             404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
@@ -96,7 +100,7 @@ async def steps(service: Served) -> Response:
 
 @router.get("/health")
 async def health(service: Served) -> Response:
-    """Answer 200 while the server lives. A server that answers 503 should be started again."""
+    """Answer 200 unless the engine is dead or hung. A server that answers 503 should be started again."""
     service.require_health()
     reply: Health = {
         "status": "paused" if service.engine.paused else "ok",
@@ -109,7 +113,10 @@ async def health(service: Served) -> Response:
 
 @router.get("/ready")
 async def ready(service: Served) -> Response:
-    """Answer 200 while new requests are taken. A server that answers 503 should get none."""
+    """Answer 200 unless the server shuts down, or its engine is dead or hung.
+
+    A server that answers 503 should get no requests.
+    """
     service.require_health()
     if service.worker.draining:
         raise ShuttingDownError("draining: the server is shutting down")
@@ -119,7 +126,7 @@ async def ready(service: Served) -> Response:
 
 @router.get("/version")
 async def version(service: Served) -> Response:
-    """Return the versions and the device of this server."""
+    """Return the versions, device and number types of this server."""
     engine = service.engine
     reply: Version = {
         "version": project_version(),
@@ -141,7 +148,7 @@ async def reset_prefix_cache(request: Request, service: Served) -> Response:
     The body is empty or `{}`, and must be sent as JSON: a page of another site cannot make a browser do that.
 
     Raises:
-        ApiError: as `Bodies.read_json`; 400, the body has fields.
+        ApiError: as `Bodies.read_json`; 400, the body is neither empty nor `{}`.
         EngineDeadError, ShuttingDownError: the engine takes no calls any more.
     """
     body = await service.bodies.read_json(request)
@@ -169,7 +176,7 @@ async def telemetry(
         default=None, ge=0, lt=2**63, description="the page's first step; left out: the latest page"
     ),
 ) -> Response:
-    """Return the engine's counters and a page of its latest steps.
+    """Return the engine's counters and a page of its steps: the latest, or those from `since_step` on.
 
     Runs on the event loop: a page is made quickly, and threads for many readers would compete with the engine's.
     """
@@ -192,9 +199,9 @@ async def telemetry(
 async def trace(
     service: Served, seconds: float = Query(default=2.0, gt=0, le=3600, description="how long to record")
 ) -> Response:
-    """Record the engine's next steps and stream the events as a JSON list.
+    """Record the engine's steps for some seconds, and stream them as a JSON list of trace events.
 
-    If the client leaves early, the list that it has lacks the final `]`.
+    If the client leaves early, or reads too slowly, its list lacks the final `]`.
     """
     recording = service.recordings.open(seconds)
     return TraceStream(
@@ -206,8 +213,8 @@ async def trace(
     )
 
 
-#: Routes that act on everybody's requests: they exist with `--admin` or `--api-key`. They are not in the OpenAPI
-#: document, which describes the routes that every server has.
+#: Routes that act on the requests of all clients: they exist with `--admin` or `--api-key`. They are not in the
+#: OpenAPI document, which describes the routes that every server has.
 admin_router = APIRouter(include_in_schema=False)
 
 

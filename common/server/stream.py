@@ -16,13 +16,14 @@ one process    whole events            another process
                ended: the ends among the events so far
 ```
 
-It is an ASGI extension. A server asks for it with `scope["extensions"][STREAM_ENDS] = {"error": ApiError}`, the
-error that a lost stream ends with. Then the stream's messages have these additional fields:
+`infer.stream_ends` is an ASGI extension. A server asks for it with
+`scope["extensions"][STREAM_ENDS] = {"error": ApiError}`, the error that a lost stream ends with. Then the stream's
+messages have these additional fields:
 
 | message | field | value |
 | --- | --- | --- |
 | `http.response.start` | `ends` | the last event of each choice, then the stream's own end |
-| `http.response.body` | `ended` | indices into `ends` of the events in the bodies so far, which are whole events |
+| `http.response.body` | `ended` | indices of the events in `ends` that were sent so far; a body has whole events |
 """
 
 from __future__ import annotations
@@ -42,27 +43,28 @@ from common.server.replies.answer import WireFormat
 
 CLIENT_LEFT = "the client left"
 
-#: The ASGI extension by which a process that passes a stream on asks for its ends.
+#: The ASGI extension by which a process that passes a stream on asks for the stream's last events.
 STREAM_ENDS = "infer.stream_ends"
 
 T = TypeVar("T")
 
 
 class Stream(Response):
-    """An HTTP response that sends bytes as they come, until they end or the client leaves.
+    """An HTTP response that sends bytes as they come, until they end, or the client leaves or is too slow.
 
-    Producing the bytes does not wait for the client: bytes that the client has not taken go into a backlog.
+    Unless `waits` is set, producing bytes does not wait for the client: bytes that it has not taken go into a
+    backlog.
 
     Args:
         chunks: the stream's bytes.
-        on_close: called once at the end with the reason why the client did not get everything: it left, or it is
-            too slow. None if it took everything.
+        on_close: called once at the end with the reason why the client did not get everything: the client left, or
+            is too slow. None if it took everything, or the server failed.
         backlogs: counts this stream's backlog.
-        waits: produce the next chunk only after the client has taken the last one, for live updates, where an old
-            chunk is worthless.
+        waits: produce the next chunk only after the client has taken the previous one, for live updates, where an
+            old chunk is worthless.
         ping_s: seconds between pings.
-        ends: writes the stream's last events for a process that passes the stream on. None: the
-            stream breaks off if that process loses this one.
+        ends: writes the stream's last events for a process that passes the stream on. None: the stream breaks off
+            if that process loses this process.
 
     Attributes:
         headers_of_all: headers that all streams of a class have.
@@ -147,7 +149,8 @@ class Stream(Response):
     async def _send_backlog(self, send: Send, backlog: Backlog, ends: StreamEnds | None) -> None:
         """Send the backlog's bytes as they arrive.
 
-        If `ends` is given, each message holds whole events and lists the end events that were produced by then.
+        If `ends` is given, each message holds whole events, and lists the end events that this
+        and the earlier messages hold.
         """
         while piece := await backlog.next_piece(PIECE_BYTES if ends is None else None):
             fields: dict[str, Any] = {} if ends is None else {"ended": ends.made(complete=backlog.ended)}

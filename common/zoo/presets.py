@@ -1,7 +1,8 @@
-"""`dummy:<preset>`: real shapes with random weights, for measuring without a download.
+"""The shapes of `dummy:<preset>`: models with random weights, for measuring without a download.
 
-Each entry repeats the shape in that model's `config.json` (the small ones are our own). A dummy uses the tokenizer
-of the zoo's model of the same architecture.
+A preset repeats the shape in the `config.json` of the model that it names. (`llama-135m` has SmolLM2's shape, and
+the shapes with 4 and 60 million parameters are our own.) A dummy uses the tokenizer of the zoo's model of the same
+architecture.
 """
 
 from __future__ import annotations

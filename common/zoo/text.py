@@ -1,8 +1,8 @@
 """Writes the text that the zoo's models are trained on: little stories and conversations, from a grammar.
 
-A story is a small simulation. :class:`Teller` knows where everybody is and who holds what; a plot moves
-people and things and writes a sentence for each move, so a lantern found in chapter one is in the right hands
-in chapter three, and every question about the story has one right answer. Everything is drawn from one
+A story is a small simulation. A plot moves people and things and writes sentences about the moves, and
+:class:`Teller` keeps track of where people are and who holds what. So a lantern that is found in chapter one is in
+the right hands in chapter three, and each question about the story has one answer. Everything is drawn from one
 ``random.Random``: the same seed writes the same text.
 """
 
@@ -27,7 +27,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Person:
-    """A person in a story. A name has the same pronoun in every story, so that it can be learned."""
+    """A person in a story. A name has the same pronoun in every story, so that a model can learn the pronoun."""
 
     name: str
     she: bool
@@ -36,23 +36,26 @@ class Person:
 
     @property
     def subject(self) -> str:
-        """``she`` or ``he``."""
+        """The person as a sentence's subject: ``she`` or ``he``."""
         return "she" if self.she else "he"
 
     @property
     def object(self) -> str:
-        """``her`` or ``him``."""
+        """The person as a sentence's object: ``her`` or ``him``."""
         return "her" if self.she else "him"
 
     @property
     def possessive(self) -> str:
-        """``her`` or ``his``."""
+        """The word before a thing that belongs to the person: ``her`` or ``his``."""
         return "her" if self.she else "his"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A thing that mends one kind of trouble. In the sentences ``{a}`` helps and ``{b}`` is in trouble."""
+    """A thing that mends one kind of trouble.
+
+    In ``trouble`` and ``fix``, ``{a}`` stands for the person who helps, and ``{b}`` for the person in trouble.
+    """
 
     noun: str
     use: str
@@ -63,7 +66,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Place:
-    """Somewhere to go: ``walked to the {noun}``, ``was {where}``."""
+    """A place in a story, and its words for two kinds of sentences: ``walked to the {noun}``, ``was {where}``."""
 
     noun: str
     where: str
@@ -176,7 +179,7 @@ def sentence(text: str) -> str:
 
 @dataclass(frozen=True)
 class Cast:
-    """The people and the tool of a story. A prompt that asks for the story names some of them."""
+    """The people and the tool of a story. A request for the story mentions some of them."""
 
     hero: Person
     friend: Person
@@ -197,7 +200,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story and questions about it, each with its one right answer."""
+    """A finished story and questions about it, each with its answer."""
 
     text: str
     cast: Cast
@@ -221,12 +224,12 @@ class Teller:
         self.sentences.append(sentence(text))
 
     def elsewhere(self, *people: Person) -> Place:
-        """Return a random place where none of these people are."""
+        """Return a random place where none of ``people`` is."""
         taken = [self.place.get(person.name) for person in people]
         return self.rng.choice([place for place in PLACES if place not in taken])
 
     def mention(self, person: Person) -> str:
-        """Return ``Leo the owl`` when a person first appears, ``Leo`` afterwards."""
+        """Return ``Leo the owl`` when a person first appears, and note the fact. Return ``Leo`` afterwards."""
         if person.name in self.introduced:
             return person.name
         self.introduced.add(person.name)
@@ -255,7 +258,7 @@ class Teller:
         return [tool for tool in TOOLS if self.holder.get(tool.noun) is person]
 
     def new_tool(self) -> Tool:
-        """Return a tool that nobody holds yet: the cast's own if it is still free."""
+        """Return a tool that nobody holds: the cast's own if nobody holds that, else a random one."""
         if self.cast.tool.noun not in self.holder:
             return self.cast.tool
         return self.rng.choice([tool for tool in TOOLS if tool.noun not in self.holder])
@@ -270,7 +273,7 @@ class Teller:
         self.say(f'"{thanks}, {helper.name}!" said {other.name}')
 
 
-# Plots: each writes one chapter.
+# Plots: each writes one chapter. `find_a_tool` writes a part of one.
 
 
 def find_a_tool(teller: Teller, person: Person) -> Tool:
@@ -393,7 +396,7 @@ def birthday(teller: Teller) -> None:
 
 
 def race(teller: Teller) -> None:
-    """Write a chapter: hero and friend run; one of them stops on the way, and the other wins."""
+    """Write a chapter: hero and friend run a race; one of them stops or falls on the way, and the other wins."""
     hero, friend = teller.cast.hero, teller.cast.friend
     goal = teller.elsewhere(hero)
     teller.say(f"{hero.name} and {teller.mention(friend)} ran a race to the {goal.noun}")
@@ -430,7 +433,7 @@ def bake(teller: Teller) -> None:
 
 
 def hide_and_seek(teller: Teller) -> None:
-    """Write a chapter: the friend hides, and the hero looks in the wrong places first."""
+    """Write a chapter: the friend hides, and the hero looks in one or two wrong places first."""
     hero, friend = teller.cast.hero, teller.cast.friend
     places = teller.rng.sample(PLACES, teller.rng.choice([2, 3]))
     teller.say(f"{hero.name} and {teller.mention(friend)} played hide and seek")
@@ -475,7 +478,7 @@ def begin(teller: Teller) -> None:
 
 
 def end(teller: Teller) -> None:
-    """Close the story, now and then with a moral or an emoji."""
+    """Close the story, now and then with a moral, an emoji, or ``The end.``"""
     hero, rng = teller.cast.hero, teller.rng
     people = [
         person for person in (teller.cast.friend, teller.cast.third) if person.name in teller.introduced
@@ -501,7 +504,7 @@ def end(teller: Teller) -> None:
 
 
 def tell(rng: random.Random, cast: Cast, chapters: int) -> Story:
-    """Return a story with this number of chapters, one to three. Each chapter is a paragraph."""
+    """Return a story of one to three chapters. Each chapter is a paragraph."""
     teller = Teller(rng, cast)
     begin(teller)
     paragraphs = []
@@ -581,7 +584,7 @@ def fact_of_the_world(rng: random.Random) -> tuple[str, str]:
 
 
 def plain_document(rng: random.Random) -> str:
-    """Return text to complete: a story, alone or with a request above or questions below it, or questions alone."""
+    """Return a text to complete: a story, a request and a story, a story and questions, or questions alone."""
     story = draw_story(rng)
     form = rng.random()
     if form < 0.55:
@@ -634,7 +637,8 @@ def words(text: str) -> list[str]:
 
 
 def vocabulary(documents: int = 2000) -> frozenset[str]:
-    """Return nearly every word that the generator writes: the words of ``documents`` texts of each form."""
+    """Return nearly every word that this module writes: the words of ``documents`` plain documents, and of as many
+    conversations."""
     rng = random.Random("vocabulary")
     texts = [plain_document(rng) for _ in range(documents)]
     texts += [message["content"] for _ in range(documents) for message in conversation(rng)]

@@ -1,12 +1,12 @@
-"""The zoo's three tokenizers, trained on the generator's text, each built the way its family builds them.
+"""Trains the zoo's three tokenizers on text of `common.zoo.text`, each built like the tokenizers of its family.
 
 ===========  ==========================================================  ======================
 model        pieces                                                      begins with
 ===========  ==========================================================  ======================
 llama-tiny   byte-level BPE: every byte is a letter of the alphabet      ``<|begin_of_text|>``
 qwen3-tiny   byte-level BPE                                              nothing
-gemma3-tiny  BPE on characters, spaces written as ``▁``; what is not in  ``<bos>``
-             the alphabet falls back to ``<0x00>`` … ``<0xFF>``
+gemma3-tiny  BPE on characters, spaces written as ``▁``; characters not  ``<bos>``
+             in the vocabulary become bytes, ``<0x00>`` … ``<0xFF>``
 ===========  ==========================================================  ======================
 
 All three are trained on text *without* emoji. So an emoji is always several tokens, as it often is in real
@@ -139,10 +139,10 @@ def qwen(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def gemma(texts: Iterable[str], size: int) -> Tokenizer:
-    """Train a tokenizer like Gemma's: BPE on characters, ``▁`` for a space, bytes for other characters.
+    """Train a tokenizer like Gemma's: BPE on characters, ``▁`` for a space, bytes for characters without a piece.
 
-    A draft tokenizer is trained on texts that are split into words and marks, so it learns no piece across words.
-    The returned tokenizer has these merges and, like Gemma's, no rule that splits a text.
+    First a temporary tokenizer is trained on texts that are split into words and marks, so no piece spans two
+    words. The returned tokenizer has the same vocabulary and merges and, like Gemma's, does not split a text.
     The byte pieces are ordinary pieces: if they were added tokens, ``<0x41>`` in a text would turn into an A.
     """
     draft = Tokenizer(models.BPE())

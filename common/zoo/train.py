@@ -1,8 +1,8 @@
 """Train the zoo: ``python -m common.zoo.train`` writes three Hugging Face folders beside this file.
 
-``--name llama-tiny`` trains one of them, ``--minutes`` or ``--steps`` bound the training, ``--samples`` only
-writes stories with existing checkpoints. ``transformers`` (a development dependency) provides the
-model classes. The server's own implementations are later compared with the models trained here.
+``--name llama-tiny`` trains one of them. ``--minutes`` and ``--steps`` bound the training. ``--samples`` trains
+nothing, and prints texts of existing checkpoints. ``transformers`` (a development dependency) provides the model
+classes. Tests compare the server's own implementations with these classes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def llama_model(pieces: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a new model with 6 query heads on 2 kv heads, untied embeddings, and RoPE scaled beyond 128 tokens.
+    """Return a new model with 6 query heads on 2 kv heads, untied embeddings, and RoPE with Llama 3.1's scaling.
 
     Its heads have the size 32, not 144 / 6 = 24.
     """
@@ -86,7 +86,7 @@ def llama_model(pieces: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def qwen_model(pieces: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a new model with 8 query heads on 4 kv heads, tied embeddings, 24 of them without a token.
+    """Return a new model with 8 query heads on 4 kv heads and tied embeddings. 24 embeddings belong to no token.
 
     Its heads have the size 24, not 128 / 8 = 16.
     """
@@ -185,7 +185,8 @@ def train_tokenizer(recipe: Recipe, seed: int) -> PreTrainedTokenizerFast:
 
 
 def documents(recipe: Recipe, pieces: PreTrainedTokenizerFast, seed: str) -> Iterator[list[int]]:
-    """Yield the token ids of one document after another, without end. Each ends with the document's end token."""
+    """Yield the token ids of one document after another, without end. Each list ends with the token that ends a
+    document."""
     rng = random.Random(seed)
     end: Any = pieces.convert_tokens_to_ids(recipe.ends[0])
     while True:
@@ -199,8 +200,8 @@ def documents(recipe: Recipe, pieces: PreTrainedTokenizerFast, seed: str) -> Ite
 def batch(stream: Iterator[list[int]], length: int) -> torch.Tensor:
     """Return the next token ids ``[ROWS, length + 1]`` from a stream of documents.
 
-    Each row starts where a document starts, so that the models learn to begin at position 0. Further documents fill
-    the rest of the row, so that late positions and long contexts occur.
+    Each row starts where a document starts, so that the models learn to begin at position 0. If the document is
+    shorter than the row, further documents fill the rest, so that late positions and long contexts occur.
     """
     rows = []
     for _ in range(ROWS):
@@ -225,7 +226,10 @@ def evaluate(model: Any, recipe: Recipe, pieces: PreTrainedTokenizerFast) -> flo
 
 
 def optimizer_for(model: Any, learning_rate: float) -> torch.optim.AdamW:
-    """Return an AdamW with weight decay for matrices only: norm weights are centred on one (in Gemma on zero)."""
+    """Return an AdamW that decays matrices only. Decay pulls weights to zero, and norm weights belong near one.
+
+    Gemma's norm weights belong near zero. They are not decayed either.
+    """
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -233,7 +237,7 @@ def optimizer_for(model: Any, learning_rate: float) -> torch.optim.AdamW:
 
 
 def train(recipe: Recipe, *, steps: int, minutes: float, seed: int, folder: Path) -> dict[str, Any]:
-    """Train one checkpoint and write its folder; returns the record of the run.
+    """Train one checkpoint and write its folder. Returns a record of the run: its size, steps, tokens and losses.
 
     Training stops after ``steps`` or ``minutes``, whichever comes first. The learning rate rises over the first
     2 % of the training and falls linearly to zero at its end.
@@ -292,7 +296,7 @@ SENSITIVE = ("embed_tokens", "lm_head", "o_proj", "down_proj")
 def shorten(model: Any) -> None:
     """Round every matrix to four significant bits, a sensitive one to five.
 
-    The files keep their size, but git compresses them to seven tenths of it.
+    The files keep their size, but git compresses them to seven tenths of that size.
     """
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
@@ -319,7 +323,8 @@ def save(model: Any, pieces: PreTrainedTokenizerFast, recipe: Recipe, folder: Pa
 
 @torch.no_grad()
 def samples(folder: Path) -> dict[str, str]:
-    """Return a greedy continuation of a story's beginning, and an answer in chat sampled at temperature 0.8."""
+    """Return `greedy`, the beginning of a story and its greedy continuation, and `sampled`, an answer in chat at
+    temperature 0.8."""
     pieces: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = pieces(PROMPT, return_tensors="pt")
@@ -339,7 +344,10 @@ def samples(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Train the selected checkpoints, one after another, and print a record and samples of each."""
+    """Train the selected checkpoints, one after another, and print a record and samples of each.
+
+    With `--samples`, only print samples of checkpoints that exist.
+    """
     parser = argparse.ArgumentParser(description="Train the tiny checkpoints of the zoo.")
     parser.add_argument("--name", choices=[recipe.name for recipe in RECIPES], help="train this one only")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop after this many steps")

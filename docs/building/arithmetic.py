@@ -41,7 +41,7 @@ class Prices:
     Attributes:
         base: for each pass, whatever it computes.
         row: for each sequence that decodes.
-        column: for each cached token that such a sequence sees, and that no other sequence shares.
+        column: for each cached token that a decoding sequence sees and shares with no other sequence.
         token: for each prompt token.
         pair: for each pair of a prompt token's query and a key that the query sees.
     """
@@ -262,13 +262,14 @@ def _compared(
     after: str,
     line: Callable[[Server, Server, Prices], Found],
 ) -> Found:
-    """Return `line` of both servers in the newest comparison and of its machine's prices; None without them."""
+    """Return the result of `line`, called with both servers of the newest comparison and the prices of its machine;
+    None if the comparison or the prices are missing."""
     found = _servers(results, workload, before, after)
     return None if found is None else line(*found)
 
 
 def _servers(results: Path, workload: str, before: str, after: str) -> tuple[Server, Server, Prices] | None:
-    """Return the two servers of the newest comparison and the prices of its machine; None without them."""
+    """Return both servers of the newest comparison and the prices of its machine; None if either is missing."""
     group = newest_groups(workload, before, after, results).get(MODEL)
     prices = None if group is None else prices_on(group.first.environment.get("cpu"), results)
     if group is None or prices is None:
@@ -278,7 +279,10 @@ def _servers(results: Path, workload: str, before: str, after: str) -> tuple[Ser
 
 
 def prices_on(machine: object, results: Path = RESULTS) -> Prices | None:
-    """Return the published prices of a machine, from the fit with most runs; None if there are none."""
+    """Return the published prices of `MODEL` on a machine (native kernels, no pipeline); None if there are none.
+
+    Of several fits in a table, the one with the most runs counts.
+    """
     for table in load_tables(results):
         if table.name == "simulator_costs" and not table.local:
             rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]

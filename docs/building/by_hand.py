@@ -78,7 +78,7 @@ class Token:
 
 
 def compute(token_id: int, cache: Sequence[Token]) -> Token:
-    """Compute the token that follows the cached tokens. Only the keys and values of the cached tokens are read."""
+    """Run the model on the token that follows the cached tokens. Of these, only the keys and values are read."""
     position = len(cache)
     x = EMBEDDING[token_id]
     h = norm(x)

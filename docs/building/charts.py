@@ -84,13 +84,14 @@ def bar_chart(name: str, column: str, *, title: str, labels: float = 130, result
 
 
 def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
-    """Return the newest published table with a name, or the reader's own newest one; None: it was not measured."""
+    """Return the newest published table called `name`. If there is none, return the reader's own newest table of
+    this name, or None."""
     found = [table for table in load_tables(results) if table.name == name]
     return min(found, key=lambda table: table.local, default=None)
 
 
 def measured_cell(name: str, column: str, *row: str | float, results: Path = RESULTS) -> str:
-    """Return one cell of a measured table for a sentence, from the row whose first cells are `row`."""
+    """Return one cell of a measured table for a sentence, from the first row that begins with the cells `row`."""
     table = newest(name, results)
     if table is None:
         return "(not measured yet)"
@@ -125,7 +126,7 @@ def rows_at_crossing(results: Path = RESULTS) -> str:
 
 
 def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, linear: bool = False) -> str:
-    """Draw curves on two logarithmic axes, or on two linear axes that begin at 0."""
+    """Draw at most four curves on two logarithmic axes, or on two linear axes that begin at 0."""
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     ticks = _linear_ticks(max(ys)) if linear else _logarithmic_ticks(min(ys), max(ys))

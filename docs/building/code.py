@@ -61,15 +61,15 @@ def reference(*packages: str) -> str:
 
 
 def _without_reexports(name: str) -> str:
-    """Return mkdocstrings options that leave out names which a package only imports. Their defining modules list
-    them."""
+    """Return mkdocstrings options that leave out the classes which a phase's package only imports; "" for a module.
+    The modules that define the classes list them."""
     if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
         return ""
     return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'
 
 
 def modules_of(package: str) -> list[str]:
-    """Return a package's modules, the package itself first if it holds more than a docstring."""
+    """Return a package's modules without `__main__`, the package itself first if it holds more than a docstring."""
     alone = package.endswith(".")
     folder = ROOT.joinpath(*package.rstrip(".").split("."))
     found = []

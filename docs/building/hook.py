@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Give the glossary's entries anchors, and link to them from the pages that explain."""
+    """Give the entries of the pages `DEFINING` anchors. On pages of the sections `LINKED`, link to the entries."""
     if page.file.src_uri in DEFINING:
         return terms.with_anchors(html)
     if page.parent is not None and page.parent.title in LINKED:

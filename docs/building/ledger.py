@@ -1,4 +1,5 @@
-"""The ledger: every comparison, with its pictures and with the metrics in which a server is worse than another."""
+"""The ledger: every complete comparison, with its pictures and the metrics in which a server is worse than the
+server that it is compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from docs.building.stories import pictures_of
 
 
 def ledger(results: Path = RESULTS) -> str:
-    """Return every comparison with its setup and all its metrics, newest first, then every measured table."""
+    """Return all complete comparisons with their setups and metrics, newest first, then all measured tables."""
     found, tables = complete_groups(results), load_tables(results)
     if not groups(results) and not tables:
         return (
@@ -55,8 +56,8 @@ def _cut_short(results: Path) -> str:
 
 
 def _losses(group: Together) -> str:
-    """Return a sentence for each server that names the metrics in which it is worse than the server that it is
-    compared with."""
+    """Return a sentence for each server that is worse in some metric than the server it is compared with. The
+    sentence names these metrics."""
     worse: dict[str, list[str]] = defaultdict(list)
     for line in LINES:
         values = values_of(group, line)

@@ -8,7 +8,7 @@ MARKS = {"l": "---", "r": "---:", "c": ":---:"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
-    """Return a table. `align` has `l`, `r` or `c` for each column. If empty: the first left, the others right."""
+    """Return a table. `align` has `l`, `r` or `c` for each column; empty: the first is left, the others right."""
     align = align or "l" + "r" * (len(head) - 1)
     lines = [head, [MARKS[each] for each in align], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -33,10 +33,10 @@ PLURALS = {
 
 
 def options_table(*, phase: str | None = None) -> str:
-    """Return the options that a phase adds or changes; without a phase, the options that all phases share.
+    """Return a table of the options that a phase adds or changes.
 
     Args:
-        phase: its module's name.
+        phase: the name of the phase's package; None: the options that all phases share.
     """
     if phase is None:
         base = find_phase(phase_names()[0]).Config.__base__
@@ -50,7 +50,7 @@ def options_table(*, phase: str | None = None) -> str:
 
 
 def cluster_options_table() -> str:
-    """Return the options of a cluster that a phase's own server does not have."""
+    """Return a table of the options of a cluster that a phase's own server does not have."""
     own = ClusterOptions.model_fields.keys() - CommonOptions.model_fields.keys()
     return fields_table({name: field for name, field in ClusterOptions.model_fields.items() if name in own})
 

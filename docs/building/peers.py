@@ -30,7 +30,7 @@ class Pair:
 
 
 def pairs(results: Path = RESULTS, model: str = MODEL) -> list[Pair]:
-    """Return a model's newest comparison with vLLM for each workload on one machine, sorted by workload.
+    """Return a model's newest published comparison with vLLM for each workload on one machine, sorted by workload.
 
     The machine is that of the newest comparison: tokens a second of two machines cannot stand in one chart.
     """
@@ -67,7 +67,7 @@ def peer_chart(results: Path = RESULTS, model: str = MODEL) -> str:
 
 
 def conditions(results: Path = RESULTS, model: str = MODEL) -> str:
-    """Return the conditions under which the bars were measured, and what they leave out."""
+    """Return the conditions under which the bars were measured, and a note on what was not measured."""
     shown = pairs(results, model)
     setup = setup_of(shown[0].group).split(", median")[0]
     repeats = min(pair.group.repeats for pair in shown)

@@ -9,8 +9,8 @@ BAR, GAP = 16, 4  # of bars, in pixels
 
 
 class Bar(NamedTuple):
-    """A bar with a label before it and its value, as `written`, after it. `kind` is its CSS class. If
-    `opens_group`, there is more space above it."""
+    """A bar, with the text `label` before it and the text `written` (its value) after it. `kind` is its CSS class.
+    If `opens_group`, there is more space above the bar."""
 
     label: str
     value: float

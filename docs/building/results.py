@@ -1,6 +1,6 @@
 """Tables of measurements, made from `benchmarks/results` when the site is built.
 
-If there are no results, every page still builds and says how to measure them.
+If there are no results, every page is still built, and says how to measure.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def groups(results: Path = RESULTS) -> tuple[Together, ...]:
 
 
 def complete_groups(results: Path) -> list[Together]:
-    """Return the comparisons that have all their runs. Every number on the pages comes from these."""
+    """Return the comparisons that have all their runs. Pages show no other comparisons."""
     return [group for group in groups(results) if is_complete(group.runs)]
 
 
@@ -72,7 +72,7 @@ def full_comparisons(results: Path) -> list[Together]:
 
 
 def chosen(workload: str, labels: Sequence[str], results: Path) -> list[Together]:
-    """Return for each model and machine the newest full comparison of a workload with all these servers.
+    """Return for each model and folder of results the newest full comparison of a workload with all these servers.
 
     Comparisons are sorted by the number of repeats, then by the number of servers, the largest first.
     """
@@ -113,7 +113,7 @@ def sweep_table(workload: str, *options: str, results: Path = RESULTS) -> str:
 
 
 def peers_tables(results: Path = RESULTS) -> str:
-    """Return the newest comparison with other servers for each workload, model and machine, or a sentence.
+    """Return the newest comparison with other servers for each workload, model and results folder, or a sentence.
 
     Our own loop without a server, `generate()`, does not count as another server.
     """
@@ -136,7 +136,10 @@ def peers_tables(results: Path = RESULTS) -> str:
 
 
 def machine_table(workload: str, folder: str, results: Path = RESULTS) -> str:
-    """Return the table of the newest comparison of a workload in one machine's folder, a server in each row."""
+    """Return the table of a workload's newest comparison in one machine's folder, with a row for each server.
+
+    If several models were measured, the comparison with the most repeats is shown.
+    """
     found = [each for each in chosen(workload, (), results) if each.folder == folder]
     if not found:
         return f"No comparison of `{workload}` has been measured on {folder} yet.\n"
@@ -173,11 +176,11 @@ def chat_answers(results: Path = RESULTS) -> str:
 
 
 def measured_table(name: str, results: Path = RESULTS, *, program: str | None = None) -> str:
-    """Return a measured table of each machine, or a sentence if nothing was measured.
+    """Return all measured tables called `name`, newest first, or a sentence if there are none.
 
     Args:
-        name: the table's name.
-        program: the module that measures it; `benchmarks micro NAME` if None.
+        name: the tables' name.
+        program: the module that measures such a table; `benchmarks micro NAME` if None.
     """
     found = [each for each in load_tables(results) if each.name == name]
     if not found:
@@ -236,7 +239,7 @@ def _software(environment: dict[str, Any]) -> list[str]:
 
 
 def described(measured: MeasuredTable) -> str:
-    """Return a sentence on the setup, and the table."""
+    """Return a sentence on the setup of a measured table, and the table."""
     facts = [
         f"**{measured.title}** on {_place(measured.environment, local=measured.local)}",
         *(f"{name} {value}" for name, value in measured.setup.items()),

@@ -135,7 +135,7 @@ def settings() -> list[Setting]:
 
 
 def trace(setting: Setting) -> dict[str, Any]:
-    """Run a phase over a story and return its steps."""
+    """Simulate the phase and the story of a setting, and return the trace of all steps."""
     engine = simulate_engine(setting.phase, COST, acceptance=ACCEPTANCE, **setting.options())
     steps = StepTrace(engine)
     run(engine, STORIES[setting.story].arrivals(), Timelines())

@@ -146,8 +146,8 @@ def ratio(
 def criterion(
     *asked: tuple[str, str, str, str, str], model: str | None = None, results: Path = RESULTS
 ) -> str:
-    """Return the last two cells of a table row about a criterion: whether the measured ratios meet it, and the
-    ratios beside their bounds.
+    """Return the last two cells of a table row about a criterion (bounds for measured ratios): whether the ratios
+    keep their bounds, and the ratios beside their bounds.
 
     Args:
         asked: for each ratio the arguments `workload`, `before`, `after` and `line` of `ratio`, then its bound,
@@ -195,7 +195,7 @@ def _criterion(kept: Sequence[bool], shown: Sequence[str]) -> str:
 def model_ratios(
     workload: str, before: str, after: str, line: str, results: Path = RESULTS
 ) -> Iterator[tuple[str, float]]:
-    """Yield each model and the ratio in its newest comparison of two servers with enough repeats."""
+    """Yield each model, and the ratio in its newest comparison of two servers with at least `REPEATS` repeats."""
     asked = next(each for each in LINES if each.title == line)
     for model, group in newest_groups(workload, before, after, results).items():
         columns = {runs[0].server.label: runs for runs in columns_of(group.runs)}
@@ -205,7 +205,7 @@ def model_ratios(
 
 
 def newest_groups(workload: str, before: str, after: str, results: Path = RESULTS) -> dict[str, Together]:
-    """Return each model's newest published comparison of two servers with enough repeats."""
+    """Return each model's newest published comparison of two servers with at least `REPEATS` repeats, by model."""
     newest: dict[str, Together] = {}
     for group in complete_groups(results):
         run = group.first

@@ -57,7 +57,7 @@ def with_anchors(html: str) -> str:
 
 
 def linked(html: str, root: str) -> str:
-    """Link the first use of each glossary term to its definition, except inside the tags `SKIPPED`.
+    """Link the first use of each term in `FORMS` to its definition, except inside the tags `SKIPPED`.
 
     Args:
         root: the relative path from the page to the site's root.

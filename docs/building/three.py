@@ -1,4 +1,4 @@
-"""Tables of the course's three requests: their times and memory in each phase, simulated with its own scheduler.
+"""Tables of the course's three requests: times and memory in each phase, simulated with the phase's scheduler.
 
 They are requests 1 to 3 of the stepper's story `three`. Steps take the same simulated time as in the stepper, so a
 table and the picture above it agree.
@@ -34,7 +34,7 @@ class Served:
     Attributes:
         waited: when the first part of its prompt was planned.
         first: when its first token arrived.
-        gap: the longest time between two of its tokens, in milliseconds.
+        gap: the longest time between two successive tokens, in milliseconds.
         finished: when its last token arrived.
         held: the largest number of tokens for which it had KV memory.
     """
@@ -48,7 +48,7 @@ class Served:
 
 @functools.cache
 def served(phase: int) -> dict[int, Served]:
-    """Simulate the story on a phase, and return the three requests by their index in the story."""
+    """Simulate the story on a phase. Returns the times and memory of each of the three requests, by its index."""
     options = Setting(phase, SEATS, BLOCKS, CHUNK, STORY).options()
     engine = simulate_engine(phase, COST, acceptance=ACCEPTANCE, **options)
     pool = engine.runner.pool

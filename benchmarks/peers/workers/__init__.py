@@ -1,5 +1,5 @@
-"""Workers: programs that run in a peer's virtual environment. Of this project, they import only this folder.
+"""Workers: programs that run in a peer's virtual environment. Of this project, they use only this folder.
 
-The workers `ours` and `transformers` run in this project's environment, and `ours` also imports the engine.
+There are two exceptions: `ours` and `transformers` run in this project's environment, and `ours` uses the engine.
 `benchmarks micro decode_step` treats all workers alike.
 """

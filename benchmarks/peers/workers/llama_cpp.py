@@ -135,10 +135,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def convert(source: Path, target: Path, quantize: str) -> None:
     """Convert a Hugging Face folder of a Llama or Qwen 3 to one GGUF file without a vocabulary.
 
-    Matrices keep their type, or are quantized to Q8_0.
+    Matrices keep their type, or are quantized to Q8_0 if `quantize` is `int8`. Norms become float32.
 
     Raises:
-        ValueError: it is another architecture, or its rotary frequencies are scaled.
+        ValueError: the model has another architecture, or its rotary frequencies are scaled.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = config["model_type"]

@@ -27,16 +27,17 @@ class Options(NamedTuple):
     """Options that a worker is started with.
 
     Attributes:
-        model: its name, such as `dummy:llama-60m`.
-        folder: its weights, in the form that the library reads.
+        model: the model's name, such as `dummy:llama-60m`.
+        folder: the folder or file of the model's weights, in the format that the library reads.
         dtype: number type of the computation and of keys and values, such as `bfloat16`.
         max_seq_len: tokens of the longest sequence.
         max_sequences: the largest number of sequences computed together.
         kv_tokens, kv_bytes: the size of KV memory, in tokens and in bytes.
         threads: the number of threads that compute.
-        max_pass_tokens: prompt tokens computed at once; 0: the library's default.
+        max_pass_tokens: most prompt tokens in a pass; 0: the library's default.
         phase: the phase that the worker `ours` runs.
-        quantize: `int8`, or `none`; other libraries' folders have weights that were quantized in advance.
+        quantize: `int8`, or `none`. Only the worker `ours` reads it. For the others, the weights in `folder` were
+            quantized in advance.
     """
 
     model: str

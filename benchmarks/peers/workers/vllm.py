@@ -12,7 +12,7 @@ from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
 
 
 class Vllm(SteppingWorker):
-    """Steps vLLM's engine. The model runs in a process that vLLM starts, with one thread bound to each core."""
+    """Steps vLLM's engine. The model runs in a process that vLLM starts, whose threads are bound to a core each."""
 
     def __init__(self, options: Options) -> None:
         cores = sorted(os.sched_getaffinity(0))[: options.threads]

@@ -1,8 +1,8 @@
-"""Answers to requests for text: their objects, and their wire formats.
+"""Answers to requests for text, and their wire formats, which write an answer as a stream or as one JSON object.
 
-| format | routes | stream |
+| format | routes | its stream |
 | --- | --- | --- |
-| `NamedCompletionEvents` | `/v1/completions` | named events whose `data` are OpenAI chunks, too |
+| `NamedCompletionEvents` | `/v1/completions` | named events. Except in `error`, their `data` is an OpenAI chunk |
 | `CompletionChunks` | `/openai/v1/completions` | OpenAI's own: unnamed chunks, and `[DONE]` |
 | `ChatChunks` | `/v1/chat/completions`, `/openai/v1/chat/completions` | OpenAI's chunks of chat, then `[DONE]` |
 | `ResponseEvents` | `/v1/responses`, `/openai/v1/responses` | OpenAI's named events of a list of items |

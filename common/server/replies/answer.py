@@ -28,31 +28,33 @@ from common.worker import RequestStream
 T = TypeVar("T")
 
 #: Most entries (tokens, and tokens named in log-probabilities) that are encoded on the event loop, which takes a
-#: millisecond. An answer with more entries is encoded in a thread.
+#: millisecond. A JSON answer with more entries, or an event with more about its prompt, is encoded in a thread.
 LARGE_ANSWER = 512
 
-#: Number of tokens at a prompt's end that are searched for `<think>`, which opens a thought. White space may follow
-#: the marker.
+#: Number of a prompt's last tokens that are decoded to find out whether the prompt ends with `<think>`, which
+#: opens a thought. Only white space may follow this marker.
 THOUGHT_TOKENS = 8
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, with the values that its choices show about it.
+    """One prompt of a request, and the values about this prompt that the answer's choices show.
 
     Attributes:
-        token_ids: the prompt's token ids; empty if the answer is text only.
-        echo: the text that its choices begin with; empty unless the request asks for it.
-        is_scored: whether the engine has scored the prompt, or has failed to.
-        scores: log-probabilities of its tokens from the second on; None: not asked for, not there yet, or scoring
-            failed.
+        token_ids: the prompt's token ids; empty if the answer is `text_only`.
+        echo: the text that the prompt's choices begin with; empty unless the request asks for an echo.
+        is_scored: True once the first output of the prompt's first choice has come, with scores or without. Stays
+            False if no scores are asked for.
+        scores: log-probabilities of the prompt's tokens from the second on; None: not asked for, not there yet, or
+            the first choice ended without them.
     """
 
     token_ids: Sequence[int] = ()
     echo: str = ""
     is_scored: bool = False
     scores: Sequence[TokenLogprobs] | None = None
-    # Made from the scores, once for all choices: the field `prompt_logprobs`, and an echo's log-probabilities.
+    # Made from the scores, once for all choices: the field `prompt_logprobs` as JSON, and an echo's
+    # log-probabilities.
     logprobs_json: bytes | None = None
     echoed_logprobs: Logprobs | None = None
 
@@ -62,12 +64,14 @@ class Choice:
     """One choice of an answer as it grows.
 
     Attributes:
-        index: its number among all choices of the request: the prompt's number × n + j for a prompt's choice j.
-        prompt: the prompt it continues, shared with its other choices.
-        is_prompts_first: whether it is its prompt's first choice. Only this choice's request scores the prompt.
-        latest: its latest output.
-        ended: whether its last event has been made.
-        reader: cuts its text into parts; None: all of it is the answer's text.
+        index: the choice's number among all choices of the request. If each prompt has n choices, choice j of
+            prompt i has the number i × n + j.
+        prompt: the prompt that the choice continues, shared with the prompt's other choices.
+        is_prompts_first: whether it is the first choice of its prompt. Only the engine's request for this choice
+            asks for the prompt's scores.
+        latest: the choice's latest output.
+        ended: whether the choice's last event in a stream has been made.
+        reader: cuts the choice's text into parts; None: all of the text belongs to the answer.
     """
 
     index: int
@@ -88,21 +92,21 @@ class Choice:
         return parts + self.reader.finish() if output.finished else parts
 
     def usage(self) -> Usage:
-        """Return the choice's token counts so far."""
+        """Return the choice's token counts up to `latest`, which must not be None."""
         return usage_of([self], [self])
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer: its choices, and the values that each of its JSON objects repeats.
+    """One answer: its choices, and the values that its JSON objects share.
 
     Attributes:
         created: seconds since 1970.
-        fingerprint: stands for the software, the phase, the model and its number type.
+        fingerprint: stands for the version, the phase, the model's name and its number types together.
         shown: the fields that the client asked for in addition to the text.
         streams: the engine's outputs for each choice, in the order of `choices`.
-        origin: fields that each JSON object of the answer repeats, after its `id` and `object`.
-        text_only: whether nothing is shown beside the text of its choices.
+        origin: fields that follow `id` and `object` in each chunk, or in the JSON answer, of completions and chat.
+        text_only: whether `shown` asks for nothing.
     """
 
     id: str
@@ -136,7 +140,7 @@ class Answer:
         streams: Sequence[RequestStream],
         dialect: Dialect,
     ) -> Answer:
-        """Return the answer to a request that was submitted, without any output yet."""
+        """Return the answer to a submitted request. It has no outputs yet."""
         prompts = [Prompt() for _ in range(wanted.num_prompts)]
         per_prompt = wanted.choices_per_prompt
         choices = [
@@ -154,7 +158,8 @@ class Answer:
         return cls(answer_id, created, model, fingerprint, tokenizer, choices, wanted.shown, streams)
 
     def show_prompts(self, wanted: GenerationRequest) -> None:
-        """Fill in each prompt's token ids and echoed text, if the request asked for them."""
+        """Fill in each prompt's token ids and, if the request asked for an echo, the prompt's text to echo. Does
+        nothing if the answer is `text_only`."""
         if self.text_only:
             return
         for choice, stream in zip(self.choices, self.streams, strict=True):
@@ -172,11 +177,11 @@ class Answer:
                 )
 
     def ready(self, index: int, output: StepOutput) -> Sequence[tuple[Choice, StepOutput]]:
-        """Return the outputs that can be sent now that `output` has arrived. They have no token if only the prompt
-        is wanted.
+        """Return the outputs that can be sent now that `output` of choice `index` has come, each with its choice.
 
-        Only one choice of a prompt has the prompt's tokens scored, and every choice may show the scores. Outputs of
-        the other choices are held back until that choice's first output.
+        If only the prompt is wanted, an output's token is removed. A prompt is scored for its first choice only,
+        but its other choices may show the scores, too. So if scores are asked for, outputs of the other choices
+        are held back until the first choice has an output.
         """
         choice = self.choices[index]
         if self.text_only:
@@ -198,13 +203,13 @@ class Answer:
         return usage_of([choice for choice in self.choices if choice.is_prompts_first], self.choices)
 
     def cancel(self) -> None:
-        """Cancel the requests of all choices. Does nothing for finished ones."""
+        """Cancel the engine's requests for all choices. Finished requests stay as they are."""
         for stream in self.streams:
             stream.cancel()
 
 
 def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
-    """Return the sums of the new tokens of `choices` and of the prompt tokens of `prompts`.
+    """Return token counts: of new tokens, summed over `choices`, and of prompt tokens, summed over `prompts`.
 
     `prompts` has one choice for each prompt that is counted. Each choice must have an output already.
     """
@@ -230,14 +235,15 @@ def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
 
 
 def without_token(output: StepOutput) -> StepOutput:
-    """Return an output without its token: the engine samples one even if the request wants none (prompt only)."""
+    """Return an output without its token, as if the length limit were 0 tokens: the engine samples a token even if
+    the request wants only the prompt."""
     return dataclasses.replace(
         output, token_id=None, text_delta="", finish_reason="length", completion_tokens=0, logprobs=None
     )
 
 
 def is_first(output: StepOutput) -> bool:
-    """True if an output has a choice's first token, or ends an answer without tokens (see `without_token`)."""
+    """True if an output has a choice's first token, or had it before `without_token` removed it."""
     ends_without_tokens = output.completion_tokens == 0 and output.finish_reason == "length"
     return ends_without_tokens or (output.completion_tokens == 1 and output.token_id is not None)
 
@@ -258,17 +264,19 @@ class WireFormat(ABC):
         self.answer = answer
 
     def opening(self) -> bytes:
-        """Return the events that come before the first output. Most formats have none."""
+        """Return the events that come before those of the first output. Most formats have none."""
         return b""
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        """Return the events of one output of a choice, which is its `latest`."""
+        """Return the events of one output of a choice. Unless the output has an error, it must be the choice's
+        `latest`."""
 
     def lost(self, choice: Choice, failed: StepOutput) -> bytes:
-        """Return the events that end a choice with the error in `failed`, for use if this process is lost.
+        """Return the events that end a choice with the error in `failed`. If this process is lost, the process
+        that passes the stream on sends these events.
 
-        Call this before the stream's first event. The writer's state stays as it is.
+        Call this before the stream's first event. The format's state stays as it is.
         """
         return self.events(choice, failed)
 
@@ -278,14 +286,17 @@ class WireFormat(ABC):
 
     @abstractmethod
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> Mapping[str, object]:
-        """Return the JSON answer. `said` has, for each choice in order, the list of all its outputs."""
+        """Return the JSON answer, an object. `said` has, for each choice in order, the list of its outputs."""
 
 
 # ---------------------------------------------------------------------- from the engine's outputs to bytes
 
 
 async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
-    """Yield the events of every choice's outputs. Large events are made in a thread of `encoding`."""
+    """Yield the events of an answer's stream, from its opening to its closing, as outputs arrive.
+
+    Events with many entries about a prompt (see `LARGE_ANSWER`) are made in a thread of `encoding`.
+    """
     answer = wire.answer
     opening = wire.opening()
     if opening:
@@ -306,7 +317,8 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
 
 
 async def collect(wire: WireFormat, encoding: Lane) -> bytes:
-    """Return the encoded JSON answer once every choice has ended. A thread of `encoding` encodes large ones.
+    """Return the encoded JSON answer once every choice has ended. Large answers are encoded in a thread of
+    `encoding`.
 
     Raises:
         ApiError: a choice failed, so the whole answer fails.
@@ -330,9 +342,9 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
 
 
 def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
-    """True if an output's events are too large to encode on the event loop.
+    """True if an output's events may be too large to encode on the event loop.
 
-    Only a choice's first output can be: its events also show the tokens of the prompt, if asked for.
+    Only a choice's first output can have such events: they also show the prompt's tokens, if asked for.
     """
     return not answer.text_only and is_first(output) and _prompt_entries(answer, choice) > LARGE_ANSWER
 

@@ -25,7 +25,7 @@ class End:
         in_python: the text is Python: strings may have single quotes, and brackets may be round.
 
     Attributes:
-        commas: the indices of the commas outside of all brackets but the first.
+        commas: the indices, in the text that `find` searches, of the commas directly inside the outermost bracket.
     """
 
     def __init__(self, depth: int = 0, *, in_python: bool = False) -> None:
@@ -38,8 +38,9 @@ class End:
         self._escaped = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the index after the closing bracket; None if it has not come. `text[:start]` was searched before.
+        """Return the index after the bracket that closes the outermost bracket; None if it has not come.
 
+        `text[:start]` was searched by earlier calls.
         JSON has no `<` outside of strings, so a JSON object that is not closed ends before a `<`.
         """
         for at in range(start, len(text)):
@@ -98,7 +99,7 @@ class _JsonReader(PartsReader):
         self._state = self._object
 
     def _object(self) -> bool:
-        """State in a JSON object that may be a call: wait for its name, or for its end."""
+        """State in a JSON object that may be a call: wait for the call's name, or for the object's end."""
         text = self._held.lstrip()
         self._before += self._held[: len(self._held) - len(text)]
         self._held = text
@@ -187,7 +188,7 @@ class HermesReader(_JsonReader):
 class LlamaReader(_JsonReader):
     """Reads `{"name": …, "parameters": …}` at the beginning of an answer, or after `<|python_tag|>` anywhere.
 
-    Several calls are separated by semicolons.
+    Further calls may follow, separated by semicolons, commas or white space.
     """
 
     opener = PYTHON_TAG
@@ -214,7 +215,7 @@ class LlamaReader(_JsonReader):
 
 
 def _loaded(text: str) -> Any:
-    """Return the value of a JSON text; None if the text is not JSON, or is nested deeper than 200 levels."""
+    """Return the value of a JSON text; None if the text is not JSON, is `null`, or is nested too deeply."""
     try:
         return from_json(text)
     except ValueError:
@@ -225,9 +226,10 @@ def _loaded(text: str) -> Any:
 
 
 class PythonReader(PartsReader):
-    """Reads `[f(a=1), g(b="x")]`, or the same after ```` ```tool_code ````, at the beginning of an answer.
+    """Reads `[f(a=1), g(b="x")]` at the beginning of an answer. After ```` ```tool_code ````, the square brackets
+    may be missing.
 
-    A call is read once all of it has come. Values are Python literals or JSON.
+    A call is returned once all of it has come. Values are Python literals or JSON.
     """
 
     _FENCE: ClassVar[str] = "```tool_code"
@@ -254,9 +256,9 @@ class PythonReader(PartsReader):
         return False
 
     def _name(self, begin: int) -> bool:
-        """Look for a tool's name and an opening bracket from `self._held[begin]` on, and set the next state.
+        """Look for a tool's name and a round bracket from `self._held[begin]` on, and set the next state.
 
-        Returns False if the held text may still become a name with a bracket.
+        Returns False, and sets no state, if the held text may still become a name with a bracket.
         """
         name = self._NAME.match(self._held, begin)
         if name is not None and name[1] in self._names:
@@ -270,7 +272,7 @@ class PythonReader(PartsReader):
         return True
 
     def _call(self) -> bool:
-        """State after a call's opening bracket: read the arguments."""
+        """State after a call's opening bracket: wait for the closing bracket, and read the arguments."""
         end = self._end.find(self._held, self._searched)
         self._searched = len(self._held)
         if end is None and not self._final:
@@ -285,10 +287,7 @@ class PythonReader(PartsReader):
         return True
 
     def _values(self, end: int) -> dict[str, Any] | None:
-        """Return the values of the arguments in `self._held[:end]` by name.
-
-        Returns None if an argument has another form than `name=value` or `**{"name": value}`.
-        """
+        """Return the values of the arguments in `self._held[:end]` by name; None as in `_named_values`."""
         cuts = [-1, *self._end.commas, end]
         arguments = [self._held[begin + 1 : at] for begin, at in itertools.pairwise(cuts)]
         return _named_values([each for each in arguments if each.strip()])
@@ -307,7 +306,10 @@ class PythonReader(PartsReader):
 
 
 def _named_values(arguments: list[str]) -> dict[str, Any] | None:
-    """Return the values of `name=value` and `**{"name": value}` by name; None if an argument has another form."""
+    """Return the values of `name=value` and `**{"name": value}` by name.
+
+    Returns None if an argument has another form, or a value for which `_value` raises an error.
+    """
     values: dict[str, Any] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
@@ -330,6 +332,7 @@ def _value(text: str) -> Any:
 
     Raises:
         ValueError, SyntaxError: the text is neither, or is a literal that JSON cannot hold.
+        MemoryError, RecursionError: the text is nested too deeply.
     """
     try:
         return from_json(text)

@@ -1,4 +1,4 @@
-"""The wire format of chat: OpenAI's chunks, and its JSON answer (see `formats`)."""
+"""The wire format of chat: OpenAI's chunks, or OpenAI's JSON answer (see `formats`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from common.server.requests.generation import GenerationRequest
 
 
 class ChatChunks(PlainChunks[ChatChunkChoice]):
-    """The wire format of chat."""
+    """The wire format of `/v1/chat/completions`: a stream of OpenAI's chat chunks, or one JSON answer."""
 
     def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
         super().__init__(answer, wanted)

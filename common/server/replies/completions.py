@@ -31,7 +31,7 @@ from common.server.replies.shapes import (
 class NamedCompletionEvents(Chunks):
     """The wire format of `/v1/completions`, this server's own: events named `token`, `done`, `usage` or `error`.
 
-    The `data` of an event, except an error's, is an OpenAI chunk. OpenAI's unnamed chunks are `CompletionChunks`.
+    The `data` of an event, except an error's, is an OpenAI chunk. `CompletionChunks` writes unnamed chunks.
     """
 
     last = b""
@@ -76,7 +76,7 @@ class NamedCompletionEvents(Chunks):
 
 
 class CompletionChunks(PlainChunks[ChunkChoice]):
-    """The wire format of `/openai/v1/completions`."""
+    """The wire format of `/openai/v1/completions`: a stream of OpenAI's unnamed chunks, or one JSON answer."""
 
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChunkChoice]:
         chunk = chunk_choice(self.answer, choice, output)
@@ -98,7 +98,7 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 
 
 def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
-    """Return the JSON answer. `said` has, for each choice in order, the list of all its outputs."""
+    """Return OpenAI's JSON answer. `said` has, for each choice in order, the list of all its outputs."""
     return {
         "id": answer.id,
         "object": "text_completion",
@@ -137,9 +137,10 @@ def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkCho
 
 
 def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ShownTokens:
-    """Return the token ids of these outputs, and of the prompt with a choice's first output, if the request asked.
+    """Return vLLM's fields about tokens, as far as the request asked for them.
 
-    The fields are vLLM's: `token_ids`, `prompt_token_ids` and `prompt_logprobs`.
+    `token_ids` has the tokens of these outputs. If they begin with the choice's first output, there are also
+    `prompt_token_ids` and `prompt_logprobs`.
     """
     fields: ShownTokens = {}
     if answer.shown.token_ids:

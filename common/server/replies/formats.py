@@ -1,10 +1,10 @@
-"""The wire formats of completions and chats: an answer's outputs as the bytes of a stream, or as one JSON object.
+"""Base classes and functions of the wire formats of completions and chat. This is how their streams look.
 
-Named events (`/v1/completions`) are OpenAI chunks at the same time. There is no `[DONE]`: every `data` is a JSON
-object, and the stream ends with the HTTP response.
+The named events of `/v1/completions` have OpenAI chunks as `data`, except `error`. There is no `[DONE]`: every
+`data` is a JSON object, and the stream ends with the HTTP response.
 
 ```text
-event: token         one for each sampled token
+event: token         one for each token of the answer
 data: {…}
 
 event: done          or error: one for each choice, its last
@@ -19,8 +19,8 @@ OpenAI's own streams, which strict tools want, are unnamed chunks. A choice that
 
 ```text
 data: {… "delta": {"role": "assistant", "content": ""} …}      chat only: first of each choice
-data: {…}            one for each sampled token. Text that may become a tool call is held back, and comes with a
-                     later chunk. The chunk with a finish_reason has a choice's last text
+data: {…}            one for each sampled token. In a chat with tools or thoughts, a token may have no chunk (its
+                     text comes with a later one) or several. A finish_reason is in a choice's last chunk
 data: {…}            only with stream_options.include_usage: no choices, and the usage of all choices together
 data: [DONE]
 ```
@@ -51,7 +51,7 @@ ChoiceT = TypeVar("ChoiceT")
 
 DONE = b"data: [DONE]\n\n"
 
-#: OpenAI's `finish_reason` for each of the engine's.
+#: OpenAI's `finish_reason` for each finish reason of the engine.
 OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
     "eos": "stop",
     "stop": "stop",
@@ -61,7 +61,7 @@ OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
 
 
 class Chunks(WireFormat):
-    """Base class of the streams whose chunks may have a `usage` (token counts).
+    """Base class of the wire formats whose chunks may have a `usage` (token counts).
 
     Args:
         answer: the answer.
@@ -86,7 +86,7 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
 
     @abstractmethod
     def chunk(self, choices: list[ChoiceT]) -> CompletionChunk | ChatCompletionChunk:
-        """Return a chunk with these choices."""
+        """Return a chunk with these choice objects."""
 
     @abstractmethod
     def empty_choice(self, choice: Choice) -> Mapping[str, object]:
@@ -96,7 +96,7 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
         if output.error is not None:
             return event(error_event(self.answer, output, self.empty_choice(choice)))
         chunks = [self.chunk([each]) for each in self.choices(choice, output)]
-        if self.include_usage:  # then every chunk has the key, with null until the last one
+        if self.include_usage:  # then every chunk has the key, with null unless usage is continuous
             for chunk in chunks:
                 chunk["usage"] = choice.usage() if self.continuous_usage else None
         return b"".join(map(event, chunks))
@@ -128,7 +128,7 @@ def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, o
 
 
 def answer_tokens(answer: Answer, said: Sequence[StepOutput]) -> AnswerTokens:
-    """Return the token ids of these outputs, if the request asked for token ids."""
+    """Return the field `token_ids` of a choice with these outputs; no field if the request did not ask for it."""
     return {"token_ids": token_ids(said)} if answer.shown.token_ids else {}
 
 

@@ -23,7 +23,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def completion_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> Logprobs | None:
-    """Return the log-probabilities of the tokens of some outputs; None if not asked for.
+    """Return the log-probabilities of the tokens of some outputs; None if there are none.
 
     If the prompt is echoed, the log-probabilities of a choice's first output begin with the prompt's tokens.
 
@@ -81,7 +81,7 @@ def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
 def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
     """Return log-probabilities by token text: the likeliest tokens first, then `sampled` if it is not among them.
 
-    If two tokens have the same text, the less likely one is written as it is spelled in the vocabulary.
+    If several tokens have the same text, all but the first are written as they are spelled in the vocabulary.
     """
     top: dict[str, float] = {}
     named: set[int] = set()
@@ -94,8 +94,8 @@ def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[st
 
 
 def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's text. A part of a character is written with its bytes, like `bytes:\\xf0\\x9f` (OpenAI's
-    form)."""
+    """Return a token's text. If the token has a part of a character, return its bytes like `bytes:\\xf0\\x9f`
+    (OpenAI's form)."""
     text = tokenizer.token_text(token_id)
     if REPLACEMENT not in text:
         return text
@@ -105,7 +105,7 @@ def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
 def prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, count: int) -> PromptLogprobs | None:
     """Return the field `prompt_logprobs`, already encoded as JSON; None if the prompt was not scored.
 
-    It is encoded once for all choices of the prompt. `count`: number of top tokens for each prompt token.
+    The field is encoded once for all choices of the prompt. `count`: most top tokens for each prompt token.
     """
     if prompt.scores is None:
         return None
@@ -136,7 +136,7 @@ def _prompt_logprob_entries(
 
 
 def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogprobs | None:
-    """Return the field `logprobs` of chat for the tokens of some outputs; None if not asked for."""
+    """Return the field `logprobs` of chat for the tokens of some outputs; None if it would be empty."""
     content: ChatLogprobs = {
         "content": [
             {
@@ -152,7 +152,7 @@ def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogpr
 
 
 def response_logprobs(tokenizer: Tokenizer, output: StepOutput) -> list[ChatTokenLogprobs]:
-    """Return the log-probabilities of an output's token as a list with one entry; empty if not asked for."""
+    """Return the log-probabilities of an output's token as a list with one entry; empty if the output has none."""
     logprobs = chat_logprobs(tokenizer, [output])
     return [] if logprobs is None else logprobs["content"]
 
@@ -164,5 +164,5 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatToke
 
 
 def finite(logprob: float) -> float:
-    """Return the log-probability, or `LOWEST_LOGPROB` if it is lower: JSON has no infinity."""
+    """Return `logprob`, or `LOWEST_LOGPROB` if `logprob` is lower: JSON has no infinity."""
     return max(logprob, LOWEST_LOGPROB)

@@ -1,4 +1,4 @@
-"""Parts of an answer: a model's text cut into answer, reasoning and tool calls, delta by delta.
+"""Parts of an answer: a model's text, cut into answer, reasoning and tool calls as it arrives.
 
 A model writes its thoughts and its calls of tools into the same text as its answer, between markers:
 
@@ -10,12 +10,12 @@ I will look it up.    Llama 3                     {"name": "weather", "parameter
                       Gemma, written as Python    [weather(city="Rome")]
 ```
 
-A reader takes the text as it comes and returns typed parts. It holds text back only while that text may still
-become a marker or a call. A text that is no call of one of the request's tools stays answer text. White space next
-to a marker belongs to the marker.
+A reader takes the text in deltas (the new text of one output each) and returns typed parts. It holds text back
+only while that text may still become a marker or a call. Text that only looks like a call, or calls none of the
+request's tools, stays answer text. White space next to a marker belongs to the marker.
 
-The wire formats consume the parts. A request without tools, on a model without thoughts, has no reader and pays
-nothing.
+The wire formats consume the parts. Completions have no reader and pay nothing, and so do requests without tools on
+a model without thoughts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsPart:
-    """A piece of a call's arguments. The pieces of a call join to JSON text, unless the model broke off."""
+    """A piece of a call's arguments. The pieces of a call join to JSON text, unless the model makes a mistake or
+    breaks off."""
 
     index: int
     text: str
@@ -62,21 +63,21 @@ Part = TextPart | ReasoningPart | CallPart | ArgumentsPart
 
 
 class PartsReader:
-    """Reads the text of one choice: thoughts, then the answer. Subclasses find calls in it (`call_readers`).
+    """Cuts the text of one choice into thoughts, answer text and (in the subclasses of `call_readers`) tool calls.
 
     The reader is a state machine. A state is a method that consumes as much of the held text as it can, and may
     set the next state. It returns True if the reader should go on at once with the state that is set.
 
     Args:
-        thinks: the answer may begin with `<think>`.
-        thinking: the prompt has opened `<think>` already.
-        names: names of the request's tools; a call of another name stays text.
+        thinks: the model may think, so the text may begin with `<think>`.
+        thinking: the prompt has opened `<think>` already, so the text begins inside a thought.
+        names: names of the tools that may be called; a call of another name stays text.
 
     Attributes:
         calls: number of calls so far.
-        in_call: True inside a call whose end has not come.
-        thinks: the model may think, whether this answer does or not.
-        thoughts: number of deltas up to the end of the thoughts, markers included. Thoughts come first.
+        in_call: True while a call's arguments are returned in pieces and their end has not come.
+        thinks: True if the argument `thinks` or `thinking` is.
+        thoughts: number of deltas from the beginning of the text to the end of the thoughts; 0 if none began.
     """
 
     def __init__(self, *, thinks: bool = False, thinking: bool = False, names: Collection[str] = ()) -> None:
@@ -97,16 +98,16 @@ class PartsReader:
 
     @property
     def may_call(self) -> bool:
-        """True if the text may have calls: the request has tools."""
+        """True if the text may have calls: the request has tools that may be called."""
         return bool(self._names)
 
     @property
     def has_called(self) -> bool:
-        """True if the answer has calls and all of them are complete."""
+        """True if the answer has calls, and the arguments of all of them are complete."""
         return self.calls > 0 and not self.in_call
 
     def add(self, delta: str) -> list[Part]:
-        """Return the parts that are certain now that `delta` has come."""
+        """Return the parts that are certain now that the next piece of text, `delta`, has come."""
         self._held += delta
         self._deltas += not self._final
         while self._state():
@@ -115,7 +116,7 @@ class PartsReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the parts in the text that is still held. Call it once, after the last delta."""
+        """Return the parts in the text that is still held. Call this once, after the last delta."""
         self._final = True
         return self.add("")
 
@@ -159,7 +160,7 @@ class PartsReader:
     # ------------------------------------------------------------------ the answer
 
     def _answer(self) -> bool:
-        """First state of the answer: all of it is text."""
+        """State after the thoughts: all of the text belongs to the answer. Subclasses look for calls instead."""
         self._say(self._held)
         self._held = ""
         return False
@@ -173,9 +174,10 @@ class PartsReader:
             self._behind_call = False
 
     def _split(self, *markers: str) -> tuple[str, str]:
-        """Split the held text into text that is certain and an end that may become a marker.
+        """Split the held text into text that is certain and an end that may become one of `markers`.
 
-        White space before such an end belongs to the end. After `finish`, all of the text is certain.
+        White space at the end belongs to a marker that may follow, so it is not certain. In `finish`, all of the
+        text is certain.
         """
         text = self._held
         if self._final:

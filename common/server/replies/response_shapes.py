@@ -89,7 +89,7 @@ class ResponseUsage(TypedDict):
 
 
 class Settings(TypedDict):
-    """Fields of a response that repeat its request."""
+    """Fields of a response that repeat fields of its request. Unimplemented fields have a neutral value."""
 
     background: Literal[False]
     instructions: str | None
@@ -152,7 +152,7 @@ EventType = Literal[
 
 
 class ResponseEvent(TypedDict):
-    """The `data` of an event of a stream. `type` is the event's name."""
+    """The `data` of an event in the stream of a response. `type` is the event's name."""
 
     type: EventType
     sequence_number: Annotated[int, Field(description="counts the stream's events from 0")]

@@ -1,7 +1,7 @@
 """The wire format of `/v1/responses`: an answer as OpenAI's named events, or as one response.
 
 ```text
-event: response.created                   before the first token, and with it response.in_progress
+event: response.created                   before the first token; response.in_progress comes next
 event: response.output_item.added         an item of the output begins: reasoning, a message, a call
 event: response.content_part.added            its only part (a call has none)
 event: response.output_text.delta                 a piece of its text
@@ -37,7 +37,7 @@ from common.server.replies.response_shapes import (
 from common.server.replies.shapes import ChatTokenLogprobs, event
 from common.server.requests.responses import ResponsesRequest
 
-#: `sequence_number` of the first event that `lost` returns. Every event that was sent before has a lower one.
+#: `sequence_number` of the first event that `lost` returns. Every event that was sent before has a lower number.
 AFTER_ALL = 2**31
 
 #: The middle of the names of an item's `delta` and `done` events, for each type of item.
@@ -50,7 +50,7 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponseEvents(WireFormat):
-    """Writes one response.
+    """Writes one response, as a stream of OpenAI's named events or as one JSON object.
 
     Args:
         answer: the answer, which has one choice.
@@ -102,7 +102,8 @@ class ResponseEvents(WireFormat):
         return {"type": name, "sequence_number": number, **fields}  # type: ignore[typeddict-item]
 
     def _events(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
-        """Yield the events of one output. Encode each before you take the next: they share items, which grow."""
+        """Yield the events of one output. To send events, encode each before you take the next: they share items,
+        which grow."""
         if output.error is not None:
             yield from self._failure(output.error)
             return
@@ -147,7 +148,7 @@ class ResponseEvents(WireFormat):
         return self._event(name, **self._place, delta=text, **fields)
 
     def _finish(self, status: Status) -> Iterator[ResponseEvent]:
-        """End the item in progress with this status, if there is one. Yields the events of its end."""
+        """End the item in progress, if there is any, with this status. Yields the events of the item's end."""
         if not self._output or self._output[-1]["status"] != "in_progress":
             return
         item, text, self._pieces = self._output[-1], "".join(self._pieces), []
@@ -170,7 +171,8 @@ class ResponseEvents(WireFormat):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Fields of an event about the item in progress: the item's id and index, and the index of its content."""
+        """Fields of an event about the item in progress: the item's id and index and, if the item has content, the
+        content's index, 0."""
         item = self._output[-1]
         place = {"item_id": item["id"], "output_index": self._index}
         return place | {"content_index": 0} if "content" in item else place

@@ -17,7 +17,7 @@ ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return an answer that is one JSON object."""
+    """Return an HTTP response with `content`, encoded as JSON, as its body."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
@@ -38,13 +38,14 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorResponse(TypedDict):
-    """Every error of every route."""
+    """The JSON body of an error, the same on all routes."""
 
     error: ErrorDetail
 
 
 class ErrorEvent(ErrorResponse):
-    """The `data` of the event that ends a choice which failed. `choices` names that choice if there are several."""
+    """The `data` of the event that ends a failed choice of completions or chat. `choices` names the failed choice
+    if the answer has several."""
 
     choices: NotRequired[list[Mapping[str, object]]]
 
@@ -63,13 +64,13 @@ class Origin(TypedDict):
 
 
 class Header(Origin):
-    """Fields of an answer's JSON object, and of each chunk of a stream."""
+    """Fields of the JSON answer, and of each chunk of a stream, of completions and chat."""
 
     id: str
 
 
 class AnswerOrigin(Origin, closed=True):
-    """The fields of `Origin`, and no others: each object of an answer repeats them."""
+    """The fields of `Origin`, and no others, which each chunk of an answer repeats."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -101,8 +102,8 @@ class Usage(TypedDict):
 class Logprobs(TypedDict):
     """Four lists with an entry for each token: first the tokens of an echoed prompt, then those of the answer.
 
-    A prompt's first token has no log-probability, and no token of a prompt that was not scored has one. Their
-    entries in `token_logprobs` and `top_logprobs` are null.
+    A prompt's first token has no log-probability, and no token of a prompt that was not scored has one. The
+    entries of these tokens in `token_logprobs` and `top_logprobs` are null.
     """
 
     tokens: list[str]
@@ -227,7 +228,7 @@ class ChatTokenLogprobs(ChatTokenLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """One entry for each sampled token."""
+    """Log-probabilities in a choice of chat. `content` has one entry for each sampled token."""
 
     content: list[ChatTokenLogprobs]
     refusal: None
@@ -298,7 +299,7 @@ class ChatChunkChoice(AnswerTokens):
 
 
 class ChatCompletionChunk(Header, PromptTokens):
-    """The `data` of an event in a stream of chat."""
+    """The `data` of an event in a stream of chat, except errors and `[DONE]`."""
 
     object: Literal["chat.completion.chunk"]
     choices: Annotated[

@@ -63,7 +63,8 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class StructuredOutputs(VllmStructuredFields):
-    """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields is set."""
+    """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields `json`,
+    `regex`, `choice` and `grammar` is set."""
 
     model_config = BODY
 
@@ -93,6 +94,6 @@ class StructuredOutputs(VllmStructuredFields):
 
     @property
     def _given(self) -> dict[str, Any]:
-        """The fields that are not null."""
+        """The fields among `json`, `regex`, `choice` and `grammar` that are not null, by name."""
         fields = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         return {name: value for name, value in fields.items() if value is not None}

@@ -56,8 +56,9 @@ class TemplateOptions(TemplateFields):
         """Return the conversation as the text that the model reads, with descriptions of `functions`.
 
         Raises:
-            InvalidRequestError: the model has no chat template; the template does not take these messages, or has
-                no variable for the effort; or there are functions, and the server finds no tool calls in answers.
+            InvalidRequestError: the model has no chat template; the template does not take these messages; the
+                request has an effort, and the template no variable for it; or there are functions, and the server
+                finds no tool calls in answers.
         """
         template = dialect.template
         if template is None:
@@ -95,7 +96,7 @@ class TemplateOptions(TemplateFields):
         return not self.continue_final_message if given is None else given
 
     def check_messages(self, messages: Sequence[ChatMessage]) -> None:
-        """Refuse messages with features that are not implemented, and fields that contradict each other.
+        """Refuse messages, tools and template options that are invalid, not implemented, or contradict each other.
 
         Raises:
             ApiError: 422.

@@ -26,7 +26,7 @@ _LIST_FORMS: dict[type, str] = {
 def _prompt_form(prompt: Any) -> str | None:
     """Return the tag for the type of a prompt's value; None: no type fits.
 
-    Without tags, pydantic would try all types, and report each bad token id once for each type.
+    Without tags, pydantic would try all types, and report a bad token id once for each type.
     """
     if type(prompt) is str:
         return "as text"
@@ -80,13 +80,13 @@ class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletio
         return len(self.prompts(Dialect()))
 
     def prompts(self, dialect: Dialect) -> list[str] | list[list[int]]:  # noqa: ARG002 - chat's
-        """Return all prompts as a list, also where the body has a single one."""
+        """Return all prompts as a list, even if the body has a single prompt that is not in a list."""
         prompt: Any = self.prompt
         return prompt if _prompt_form(prompt) in ("as texts", "as token lists") else [prompt]
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The largest number of tokens to sample; None if the request has none. If `max_tokens` is 0, one token is
+        """The largest number of tokens to sample; None: `default_new_tokens`. If `max_tokens` is 0, one token is
         sampled, and the answer leaves it out."""
         return None if self.max_tokens is None else max(1, self.max_tokens)
 

@@ -71,7 +71,7 @@ def refuse_other(name: str, value: object, rule: str) -> None:
 
 
 def refuse_other_parts(name: str, content: Any, rule: str) -> None:
-    """Refuse a message's content if one of its parts is not text.
+    """Refuse validated content, such as a message's, if one of its parts is not text.
 
     `name` is the path of the content in the body. See `refuse_other` for `rule` and the error.
     """
@@ -80,7 +80,7 @@ def refuse_other_parts(name: str, content: Any, rule: str) -> None:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's validated content.
+    """Return the text of validated content, such as a message's.
 
     The content is a text, a list of parts (their texts are joined with line ends), or None (an empty text).
     """

@@ -20,7 +20,7 @@ from common.server.requests.answer_forms import ResponseFormat, StructuredOutput
 from common.server.requests.forms import by_type
 from common.server.requests.known_fields import OpenAIStreamFields, VllmFields
 
-# fail_fast: the first bad item of a list is the only one reported, so two megabytes of them cost one error.
+# fail_fast: only the first bad item of a list is reported, so two megabytes of bad items cost one error.
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = Annotated[
@@ -51,12 +51,12 @@ class Shown:
     token ids).
 
     Attributes:
-        echo: the text begins with the prompt.
+        echo: the answer's text begins with the prompt (in a chat, with the last message if it is an assistant's).
         logprobs: number of most likely tokens that are shown with an echoed token; None: no log-probabilities.
         prompt_logprobs: number of most likely tokens that the field `prompt_logprobs` shows for each prompt token;
             None: the answer lacks that field.
         token_ids: the token ids of prompt and answer are shown.
-        prompt_only: the answer has no tokens of its own.
+        prompt_only: the answer shows the prompt only, and no generated tokens.
     """
 
     echo: bool = False
@@ -213,7 +213,7 @@ class GenerationRequest(Body, VllmFields):
     return_token_ids: bool | None = Field(
         default=False, description="the token ids of prompt and answer are returned, too"
     )
-    # Labels change nothing: this server has no accounts that they could belong to.
+    # Labels do not change how a request is served: this server has no accounts that they could belong to.
     user: str | None = Field(
         default=None, max_length=256, description="a label, which is written to the server's log"
     )
@@ -242,7 +242,7 @@ class GenerationRequest(Body, VllmFields):
         """Return the prompts to continue, as texts or lists of token ids. `dialect` has the model's chat template.
 
         Raises:
-            InvalidRequestError: the model has no template, or the template refuses the conversation.
+            InvalidRequestError: a conversation cannot be rendered (see `TemplateOptions.render`).
         """
         raise NotImplementedError
 
@@ -280,11 +280,11 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def predicted_text(self) -> str:
-        """The text that the client expects the answer to have; empty if it expects none."""
+        """The text that the client expects in the answer; empty if the request names none."""
         return ""
 
     def field_of(self, param: str) -> str:
-        """Return this body's name for the field that the engine calls `param`, such as `prompt` or `max_tokens`."""
+        """Return this body's name for a field, given the engine's name of it (`prompt` or `max_tokens`, say)."""
         return param
 
     @property
@@ -314,7 +314,7 @@ class GenerationRequest(Body, VllmFields):
         return 1 if self.n is None else self.n
 
     def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
-        """Return a prompt cut to `kept_prompt_tokens` tokens, or the whole prompt if it is not to be cut.
+        """Return a prompt's token ids, cut as `kept_prompt_tokens` and `truncation_side` say.
 
         Args:
             token_ids: the prompt's token ids.
@@ -330,7 +330,8 @@ class GenerationRequest(Body, VllmFields):
 
     @property
     def kept_prompt_tokens(self) -> int | None:
-        """The number of tokens that a longer prompt is cut to; -1: as many as fit; None: no prompt is cut."""
+        """The number of tokens that a prompt with more tokens is cut to; -1: as many as fit before the new tokens;
+        None: no prompt is cut."""
         return self.truncate_prompt_tokens
 
     @property
@@ -347,13 +348,14 @@ class GenerationRequest(Body, VllmFields):
 
     @cached_property
     def _allowed_token_ids(self) -> tuple[int, ...] | None:
-        """The token ids that may be sampled; None: all. All choices have this object, which is large."""
+        """The token ids that may be sampled; None: all. All choices share this object, since it may be large."""
         return None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
 
     def sampling_params(self, choice: int, max_new_tokens: int, defaults: SamplingParams) -> SamplingParams:
         """Return the engine's sampling parameters for the choice with index `choice` of each prompt.
 
-        Fields that are null get their values from `defaults`.
+        The grammar and the values of fields that are null come from `defaults`, and so does `skip_special_tokens`
+        unless the request says false: the server may need special tokens to find thoughts and calls.
         """
         given = {
             "temperature": self.temperature,
@@ -416,7 +418,7 @@ class GenerationRequest(Body, VllmFields):
                 raise refused("logit_bias", f"the bias of token {token_id} must be a number from -100 to 100")
 
     def _check_form(self) -> None:
-        """Raise ApiError (422) if the fields for the form of the answer contradict each other."""
+        """Raise ApiError (422) if fields for the form of the answer are incomplete or contradict each other."""
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None:
             wanted.check()

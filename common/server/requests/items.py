@@ -68,7 +68,7 @@ class InputItem(OpenAIInputFields):
     status: ItemStatus | None = Field(default=None, description="a label")
 
     def check(self, name: str) -> None:
-        """Refuse values that a field's type cannot rule out. `name` is the item's path in the body: `input[0]`.
+        """Refuse values that a field's type cannot rule out. `name`: the item's path in the body (`input[0]`, say).
 
         Raises:
             ApiError: 422.
@@ -191,7 +191,8 @@ def _only_reasons(messages: Sequence[ChatMessage]) -> bool:
 
 
 def check_items(items: Sequence[Any]) -> None:
-    """Refuse items of types that are not implemented, and outputs without an earlier call of the same `call_id`.
+    """Refuse items and parts of types that are not implemented, and outputs without an earlier call of the same
+    `call_id`.
 
     Raises:
         ApiError: 422.

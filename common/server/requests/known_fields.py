@@ -1,10 +1,10 @@
-"""Fields that OpenAI's and vLLM's clients send and this server does not implement, one definition for each.
+"""Fields that OpenAI's and vLLM's clients send and this server does not implement.
 
 A field is accepted at its neutral values, which ask for nothing. Any other value is refused with a reason. Clients
 fill in fields that their users never set, so without these lines a default would be refused as an unknown field.
 
-The request bodies inherit the classes below. The table in `docs/http-api.md` is made from them, and
-`tests/server/test_known_fields.py` sends neutral and other values of every field.
+The request bodies, and objects in them, inherit the classes below. The table in `docs/http-api.md` is made from
+these classes, and `tests/server/test_known_fields.py` sends neutral and other values of every field.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Neutral:
         self.reason = reason
 
     def check(self, value: Any) -> Any:
-        """Return a neutral value. Raises PydanticCustomError for any other."""
+        """Return `value` if it is neutral. Raises PydanticCustomError for any other value."""
         if any(_same_json(value, each) for each in self.values):
             return value
         neutral = ", ".join(json.dumps(each) for each in self.values[1:])
@@ -68,13 +68,14 @@ _NO_SUMMARY = "reasoning is not summarized: an item of type reasoning has its te
 
 
 class Table(BaseModel):
-    """Base class of fields that are not implemented."""
+    """Base class for fields that are not implemented. Only neutral values of these fields are accepted."""
 
     model_config = BODY
 
 
 class OpenAISharedFields(Table):
-    """Fields of OpenAI's `POST /v1/chat/completions` and of its `POST /v1/responses`."""
+    """Fields that OpenAI's `POST /v1/chat/completions` and its `POST /v1/responses` share, and that are not
+    implemented."""
 
     moderation: Annotated[Any, Neutral(reason="neither prompts nor answers are moderated")] = None
     prompt_cache_options: Annotated[Any, Neutral({}, reason="the prefix cache has no options")] = None
@@ -88,7 +89,7 @@ class OpenAISharedFields(Table):
 
 
 class OpenAIChatFields(OpenAISharedFields):
-    """Fields of OpenAI's `POST /v1/chat/completions` alone."""
+    """Fields of OpenAI's `POST /v1/chat/completions` that are not implemented."""
 
     audio: Annotated[Any, Neutral(reason=_WRITES_TEXT)] = None
     function_call: Annotated[Any, Neutral("none", "auto", reason=OLD_TOOLS)] = None
@@ -128,13 +129,13 @@ class OpenAIResponsesFields(OpenAISharedFields):
 
 
 class OpenAITextFields(Table):
-    """Fields of `text`, in the body of responses."""
+    """Fields of `text`, in the body of responses, that are not implemented."""
 
     verbosity: Annotated[Any, Neutral("medium", reason="ask for short answers in instructions")] = None
 
 
 class OpenAIReasoningFields(Table):
-    """Fields of `reasoning`, in the body of responses."""
+    """Fields of `reasoning`, in the body of responses, that are not implemented."""
 
     context: Annotated[Any, Neutral("auto", reason="the template decides which reasoning it shows")] = None
     generate_summary: Annotated[Any, Neutral("auto", reason=_NO_SUMMARY)] = None
@@ -143,7 +144,7 @@ class OpenAIReasoningFields(Table):
 
 
 class OpenAIInputFields(Table):
-    """Fields of the items of an `input`."""
+    """Fields of the items of an `input`, in the body of responses, that are not implemented."""
 
     caller: Annotated[Any, Neutral({"type": "direct"}, reason=_FUNCTIONS_ONLY)] = None
     encrypted_content: Annotated[Any, Neutral("", reason="only its maker can read it; send content")] = None
@@ -164,26 +165,27 @@ class OpenAIToolFields(Table):
 
 
 class OpenAIPartFields(Table):
-    """Fields of the parts of an item's `content`."""
+    """Fields of the parts of an input item's `content` or `output` that are not implemented."""
 
     annotations: Annotated[Any, Neutral([], reason="send the text alone")] = None
     prompt_cache_breakpoint: Annotated[Any, Neutral(reason="all whole blocks of a prompt are cached")] = None
 
 
 class OpenAICompletionFields(Table):
-    """Fields of OpenAI's `POST /v1/completions`."""
+    """Fields of OpenAI's `POST /v1/completions` that are not implemented."""
 
     suffix: Annotated[Any, Neutral("", reason="text is not inserted, only continued")] = None
 
 
 class OpenAIStreamFields(Table):
-    """Fields of OpenAI's `stream_options`."""
+    """Fields of OpenAI's `stream_options` that are not implemented. Only their neutral values are accepted."""
 
     include_obfuscation: Annotated[Any, Neutral(False, reason="chunks are not padded")] = None
 
 
 class OpenAIMessageFields(Table):
-    """Fields of a message in OpenAI's and vLLM's answers, so that such a message can be sent back as it is."""
+    """Fields of messages in OpenAI's and vLLM's answers that are not implemented. Their neutral values are
+    accepted, so that a client can send such a message back as it is."""
 
     refusal: Annotated[Any, Neutral(reason="send the message's text as content")] = None
     annotations: Annotated[Any, Neutral([], reason="send the message's text as content")] = None
@@ -192,7 +194,7 @@ class OpenAIMessageFields(Table):
 
 
 class VllmFields(Table):
-    """Fields that vLLM adds to the bodies of completions, chat and responses."""
+    """Fields that vLLM adds to the bodies of completions, chat and responses, and that are not implemented."""
 
     ec_transfer_params: Annotated[Any, Neutral({}, reason="nothing is transferred between servers")] = None
     guided_choice: Annotated[Any, Neutral(reason=_STRUCTURED)] = None
@@ -220,7 +222,7 @@ class VllmFields(Table):
 
 
 class VllmChatFields(Table):
-    """Fields that vLLM adds to the body of chat."""
+    """Fields that vLLM adds to the body of chat, and that are not implemented."""
 
     best_of: Annotated[Any, Neutral(reason="every choice is sent; n says how many")] = None
     include_reasoning: Annotated[Any, Neutral(True, reason="thoughts have their own field")] = None
@@ -231,13 +233,13 @@ class VllmChatFields(Table):
 
 
 class VllmCompletionFields(Table):
-    """Fields that vLLM adds to the body of completions."""
+    """Fields that vLLM adds to the body of completions, and that are not implemented."""
 
     prompt_embeds: Annotated[Any, Neutral(reason="prompts are text or token ids")] = None
 
 
 class TemplateFields(Table):
-    """Fields that fill a chat template, of chat, responses and `/tokenize`."""
+    """Fields for the chat template, in the bodies of chat, responses and `/tokenize`, that are not implemented."""
 
     documents: Annotated[Any, Neutral([], reason="put documents into a message")] = None
     chat_template: Annotated[Any, Neutral(reason="the template comes with the model")] = None
@@ -246,7 +248,7 @@ class TemplateFields(Table):
 
 
 class VllmStructuredFields(Table):
-    """Fields of vLLM's `structured_outputs`."""
+    """Fields of vLLM's `structured_outputs` that are not implemented."""
 
     json_object: Annotated[
         Any, Neutral(False, reason='response_format with type "json_object" does this')
@@ -260,7 +262,7 @@ class VllmStructuredFields(Table):
     whitespace_pattern: Annotated[Any, Neutral(reason="the model chooses white space")] = None
 
 
-#: Every class of such fields, by the name of the bodies or objects that have these fields.
+#: The classes of fields that are not implemented, by the names of the bodies or objects that have the fields.
 TABLES: dict[str, type[Table]] = {
     "chat": OpenAIChatFields,
     "responses": OpenAIResponsesFields,
@@ -281,7 +283,8 @@ TABLES: dict[str, type[Table]] = {
 
 
 def lines_of(table: type[BaseModel]) -> dict[str, Neutral]:
-    """Return the fields of a body or of a `Table` that are not implemented: their `Neutral`s by name."""
+    """Return the `Neutral` of each field of a body or of a `Table` that is not implemented, by the field's name in
+    JSON."""
     return {
         field.alias or name: each
         for name, field in table.model_fields.items()

@@ -77,7 +77,7 @@ class ChatMessage(OpenAIMessageFields):
         return [call.as_call() for call in self.tool_calls or ()]
 
     def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
-        """Return the message as a chat template reads it. `called` maps earlier calls' ids to function names."""
+        """Return the message as a chat template reads it. `called` maps the ids of calls to function names."""
         name = self.name
         if self.role == "tool" and name is None:
             name = called.get(self.tool_call_id or "")
@@ -91,7 +91,7 @@ class ChatMessage(OpenAIMessageFields):
         return message | {field: value for field, value in given.items() if value is not None}
 
     def check(self, name: str) -> None:
-        """Refuse fields that do not fit the message's role, and parts that are not text.
+        """Refuse the role `function`, fields that do not fit the message's role, and parts that are not text.
 
         `name` is the path of the message in the body, such as `messages[0]`.
 

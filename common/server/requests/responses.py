@@ -31,12 +31,12 @@ from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, Func
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
 
-#: Most bytes of the fields that a response repeats. A stream has them three times.
+#: Most bytes of the fields that a response repeats from its request. A stream has these fields three times.
 MAX_SETTINGS = 2**18
 
 
 class FunctionTool(OpenAIToolFields, FunctionFields):
-    """A function that the model may call."""
+    """A tool in the body of responses: a function that the model may call."""
 
     type: Literal["function"]
     strict: bool | None = Field(
@@ -46,7 +46,8 @@ class FunctionTool(OpenAIToolFields, FunctionFields):
 
     @property
     def function(self) -> FunctionTool:
-        """This object, which has the function's fields. In a chat request they are in an object inside the tool."""
+        """This object, which has the function's fields. In a chat request, an inner object of this name has these
+        fields."""
         return self
 
     def as_function(self) -> Function:
@@ -73,7 +74,8 @@ class NamedTool(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """The tools among `tools` that may be called, and whether a call is required. The model is told of all."""
+    """The tools of the body that may be called, and whether a call is required (`mode`). The model is told of all
+    tools of the body."""
 
     model_config = BODY
 
@@ -83,7 +85,8 @@ class AllowedTools(BaseModel):
 
     @property
     def allowed_tools(self) -> AllowedTools:
-        """This object, which has the fields. In a chat request they are in an object of this name inside it."""
+        """This object, which has the fields `mode` and `tools`. In a chat request, an inner object of this name
+        has these fields."""
         return self
 
 
@@ -268,5 +271,6 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
 
 
 def _written(schemas: Any) -> Any:
-    """Return fields that hold JSON Schemas as the JSON that `orjson` copies. It writes no integers over 64 bits."""
+    """Encode fields that hold JSON Schemas as JSON, which `orjson` copies: it cannot write integers over 64 bits
+    itself."""
     return orjson.Fragment(to_json(schemas, inf_nan_mode="null"))

@@ -33,7 +33,7 @@ class TokenizeRequest(Body, TemplateOptions):
         """Return the text to tokenize.
 
         Raises:
-            InvalidRequestError: the model has no template, or its template does not take these messages.
+            InvalidRequestError: a conversation cannot be rendered (see `render`).
         """
         if self.messages is not None:
             return self.render(self.messages, dialect, self.told_functions)

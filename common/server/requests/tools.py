@@ -22,7 +22,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class FunctionFields(BaseModel):
-    """A function that the model may call."""
+    """The fields of a function that the model may call."""
 
     model_config = BODY
 
@@ -88,7 +88,7 @@ class AllowedToolsFields(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """The tools among `tools` that may be called. The model is told of all tools."""
+    """The tools of the body that may be called. The model is told of all tools of the body."""
 
     model_config = BODY
 
@@ -161,7 +161,7 @@ def tool_use_of(
         parallel: several calls in one answer are allowed.
 
     Raises:
-        ApiError: 422, no function has one of the names, or a call is required and there is no function.
+        ApiError: 422, one of the names is not that of a function, or a call is required and there is no function.
     """
     for name in names or ():
         if all(name != function.name for function in functions):
