@@ -158,7 +158,10 @@ class Request:
     prefill_start: int = field(default=0, init=False)  # tokens that were a prefix hit in this admission
     cached_tokens: int = field(default=0, init=False)  # `prefill_start` of the first admission
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second token on
-    preempted: bool = field(default=False, init=False)  # was preempted at least once
+    preemptions: int = field(default=0, init=False)  # how often it was preempted
+    recomputes: bool = field(
+        default=False, init=False
+    )  # was preempted after some of its tokens were computed
     inflight_refs: int = field(default=0, init=False)  # number of steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
     drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
@@ -310,14 +313,15 @@ class Request:
     def start_after(self, tokens: int) -> None:
         """Let the prefill begin after the first `tokens` tokens, which are already in the cache."""
         self.prefill_start = self.prefill_progress = tokens
-        if not self.preempted:  # a preempted request may hit its own earlier blocks
+        if not self.recomputes:  # else these may be blocks that the request has computed itself
             self.cached_tokens = tokens
 
     def preempt(self) -> None:
         """Move the request back to WAITING. It keeps its generated tokens. The engine frees its memory next."""
         self._move_to(RequestState.WAITING)
         self.drafts.clear()
-        self.preempted = True
+        self.preemptions += 1
+        self.recomputes |= self.prefill_progress > self.prefill_start
         self.prefill_progress = self.prefill_start = 0
 
     def guess(self, token_ids: Sequence[int]) -> None:

@@ -34,8 +34,8 @@ class PrefillChunk:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first chunk of a request that was never preempted."""
-        return self.start == self.request.prefill_start and not self.request.preempted
+        """Whether nothing of the request was computed before, in this admission or an earlier one."""
+        return self.start == self.request.prefill_start and not self.request.recomputes
 
     @property
     def is_last(self) -> bool:
@@ -140,7 +140,7 @@ class Scheduler(ABC):
         while (
             place
             and self.waiting[place - 1].priority > request.priority
-            and not self.waiting[place - 1].preempted
+            and not self.waiting[place - 1].preemptions
         ):
             place -= 1
         self.waiting.insert(place, request)

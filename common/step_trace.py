@@ -38,7 +38,7 @@ from typing import Any
 
 from common.engine import Engine
 from common.engine_front import EngineFront
-from common.request import Request, RequestState, StepOutput
+from common.request import Request, StepOutput
 from common.scheduling import StepPlan
 from common.telemetry import StepRecord
 
@@ -70,6 +70,7 @@ class _Known:
     named_in: int = -1  # step of the latest frame with its id
     ended: bool = False
     slot: int | None = None
+    preemptions: int = 0
     table: list[int] = field(default_factory=list)
     guesses: int = 0  # guesses that the step of the latest frame computed
     accepted: int = 0  # guesses that were accepted until the latest frame
@@ -228,12 +229,12 @@ class FrameMaker:
             frame["preempted"] = preempted
         verified = []
         for known in before:
-            known.slot = None
+            known.slot, known.preemptions = None, known.request.preemptions
             if known.guesses:
                 right = min(known.guesses, known.request.accepted_tokens - known.accepted)
                 verified.append([self._know(known.request, frame).number, right])
         for known in self._running:
-            known.slot = known.request.slot
+            known.slot, known.preemptions = known.request.slot, known.request.preemptions
         for known in {*before, *self._running}:
             known.guesses, known.accepted = len(known.request.drafts), known.request.accepted_tokens
         if verified:
@@ -256,10 +257,8 @@ class FrameMaker:
 
 
 def _was_preempted(known: _Known) -> bool:
-    """Return whether a request that had a seat in the previous frame has been preempted since: it waits now, or was
-    admitted again with another slot."""
-    request = known.request
-    return request.state is RequestState.WAITING or (not request.is_terminal and request.slot != known.slot)
+    """Return whether a request has been preempted since the previous frame, and has not ended."""
+    return known.request.preemptions > known.preemptions and not known.request.is_terminal
 
 
 def _common(old: list[int], new: list[int]) -> int:

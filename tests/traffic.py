@@ -110,6 +110,7 @@ class Traffic:
             spoken = [o.token_id for o in heard]
             before = [*request.prompt_token_ids, *(t for t in spoken[:-1] if t is not None)]
             assert output.token_id == answer(before), "a token that is not the request's own"
+            assert request.scheduled_s is not None, "a token of a request that was never scheduled"
         if output.finished:
             del self.live[output.request_id]
             if isinstance(output.error, NaNLogitsError):
@@ -125,7 +126,7 @@ class Traffic:
         assert None not in slots
         assert len(set(slots)) == len(slots) <= 3, "a slot is shared"
         assert set(pool._lengths) == set(slots), "a slot is held by nobody, or not by its pool"
-        line = [request for request in scheduler.waiting if not request.preempted]
+        line = [request for request in scheduler.waiting if not request.preemptions]
         assert line == sorted(line, key=lambda request: request.rank)
         assert list(scheduler.waiting)[-len(line) :] == line or not line, "preempted requests go first"
         latest = {request.priority: request.arrival for request in sorted(active, key=lambda r: r.arrival)}
