@@ -162,7 +162,14 @@ def _counted(ending: str, count: int, of: int) -> str:
     return ending if count == of else f"{count} {ending}"
 
 
-def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str | None = None) -> None:
+def log_refusal(
+    refusal: ApiError,
+    status: int,
+    error: Exception,
+    *,
+    client: str | None = None,
+    request_id: str | None = None,
+) -> None:
     """Log a refused request at level INFO; at WARNING if the status is 503, at ERROR if it is 500.
 
     Args:
@@ -170,6 +177,7 @@ def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str
         status: the HTTP status it is sent with.
         error: the exception; its traceback is logged if the status is 500.
         client: the address that the request came from.
+        request_id: the `x-request-id` of the answer; None if it has none.
     """
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
     line = (
@@ -177,20 +185,26 @@ def log_refusal(refusal: ApiError, status: int, error: Exception, *, client: str
         status,
         refusal.code,
         refusal.message,
-        f", from {client}" if client else "",
+        _origin(client, request_id),
     )
-    extra = {FIELDS: {"status": status, "code": refusal.code, "param": refusal.param, "client": client}}
+    fields = {"status": status, "code": refusal.code, "param": refusal.param, "client": client}
+    extra = {FIELDS: fields | {"request_id": request_id}}
     if status == 500:
         logger.error(*line, exc_info=error, extra=extra)
     else:
         logger.log(logging.WARNING if status == 503 else logging.INFO, *line, extra=extra)
 
 
-def log_departure(client: str | None = None) -> None:
+def log_departure(client: str | None = None, request_id: str | None = None) -> None:
     """Log that a client left before its request was submitted, while its body was read, validated or tokenized."""
-    logger.info(
-        "dropped: %s before its request was taken in%s", CLIENT_LEFT, f", from {client}" if client else ""
-    )
+    origin = _origin(client, request_id)
+    fields = {"client": client, "request_id": request_id}
+    logger.info("dropped: %s before its request was taken in%s", CLIENT_LEFT, origin, extra={FIELDS: fields})
+
+
+def _origin(client: str | None, request_id: str | None) -> str:
+    """Return the end of a log line: the client's address and the request's id, so far as they are known."""
+    return (f", from {client}" if client else "") + (f", request {request_id!r}" if request_id else "")
 
 
 class Pulse:

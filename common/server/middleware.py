@@ -408,7 +408,8 @@ async def refuse(
     refusal: ApiError, scope: Scope, receive: Receive, send: Send, *, error: Exception | None = None
 ) -> None:
     """Send a refusal instead of the app's answer, and log it, with the traceback of `error` if there is one."""
-    log_refusal(refusal, refusal.status, error or refusal, client=client_of(scope))
+    request_id = scope.get("state", {}).get("request_id")  # None if the client's own id was refused
+    log_refusal(refusal, refusal.status, error or refusal, client=client_of(scope), request_id=request_id)
     await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
 
 

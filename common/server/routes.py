@@ -122,11 +122,12 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         taken_in = take_in(service, request, route, body, arrived_s)
         wanted, streaming, answer = await while_connected(request.receive, taken_in)
     except ClientDisconnect:
-        log_departure(client)
+        log_departure(client, request.state.request_id)
         raise
     except Exception as error:
         refusal = from_exception(error)
-        log_refusal(refusal, status_at(request.url.path, refusal), error, client=client)
+        status = status_at(request.url.path, refusal)
+        log_refusal(refusal, status, error, client=client, request_id=request.state.request_id)
         raise refusal from None
 
     def close(client_gone: str | None) -> None:

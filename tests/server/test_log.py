@@ -119,11 +119,11 @@ def test_a_refusal_says_why_and_is_a_warning_if_the_server_is_the_reason(gated: 
     batch = hold_a_full_batch(gated)
     waiting = in_background(QUEUE, lambda _: post(gated))
     eventually(lambda: gated.queue_room() == 0)
-    assert_error(gated.post(prompt=WROTE), 503, None, "queue_full")
+    answer = gated.post(prompt=WROTE)
+    assert_error(answer, 503, None, "queue_full")
     (full,) = lines(gated, 1)
-    assert re.search(
-        r" WARNING refused: 503 queue_full: .*--max-waiting-requests.*, from 127\.0\.0\.1$", full
-    )
+    origin = rf", from 127\.0\.0\.1, request '{answer.headers['x-request-id']}'$"
+    assert re.search(r" WARNING refused: 503 queue_full: .*--max-waiting-requests.*" + origin, full)
     gated.order("open")
     for each in (batch, *waiting):
         assert each.result(HANG_S).status_code == 200
