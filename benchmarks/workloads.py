@@ -27,6 +27,7 @@ from typing import Literal, Protocol
 
 from benchmarks.chats import CHATS
 from common.chat_template import ChatTemplate
+from common.errors import StartupError
 from common.zoo.text import plain_document
 
 Arrivals = Literal["burst", "sequential", "uniform", "poisson", "turns"]
@@ -182,11 +183,11 @@ class PromptWriter:
             continues: the message follows an answer, and the result begins after the answer's last token.
 
         Raises:
-            ValueError: the model has no chat template.
+            StartupError: the model has no chat template.
         """
         template = self._tokenizer.chat_template
         if template is None:
-            raise ValueError("this workload needs a model that chats: its checkpoint has no chat template")
+            raise StartupError("this workload needs a model that chats: its checkpoint has no chat template")
         message = {"role": "user", "content": text}
         if not continues:
             return self._tokenizer.encode(template.render([message]), add_special_tokens=False)
@@ -263,7 +264,7 @@ def build(
         text: whether prompts are text instead of token ids.
 
     Raises:
-        ValueError: the workload has chats, and the model has no chat template.
+        StartupError: the workload has chats, and the model has no chat template.
     """
     if workload.chats is None:
         plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)

@@ -20,6 +20,8 @@ from common.errors import InvalidRequestError, StartupError
 from common.phases import PhasePackage, find_phase, phase_names
 from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 
+PAUSED_S = 0.01
+
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 
@@ -205,10 +207,10 @@ class LLM:
             pending.popleft()
 
     def _wait(self) -> None:
-        """Sleep until the engine's next step is due (in phase 4, a batch waits a moment to fill)."""
-        wake = self.engine.next_wake()
-        if wake is not None:
-            time.sleep(max(0.0, wake - self.engine.clock()))
+        """Sleep until the engine's next step is due (in phase 4, a batch waits a moment to fill). Sleep for
+        `PAUSED_S` if another thread has paused the engine: it resumes at an unknown time."""
+        wake = None if self.engine.paused else self.engine.next_wake()
+        time.sleep(PAUSED_S if wake is None else max(0.0, wake - self.engine.clock()))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -164,15 +164,19 @@ def _show(text: str, file: TextIO) -> None:
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an answer's stream. Raises ChatError if the server sends an error instead."""
+    """Yield the JSON objects of an answer's stream. Raises ChatError if the server sends anything else."""
     if response.status_code != 200:
         raise ChatError(_message_of(response.read().decode("utf-8", "replace"), response.status_code))
     for line in response.iter_lines():
         if not line.startswith("data:") or line.endswith("[DONE]"):
             continue
-        chunk: dict[str, Any] = json.loads(line.removeprefix("data:"))
-        if "error" in chunk:
-            raise ChatError(_message_of(line.removeprefix("data:"), 200))
+        event = line.removeprefix("data:")
+        try:
+            chunk = json.loads(event)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict) or "error" in chunk:
+            raise ChatError(_message_of(event, 200))
         yield chunk
 
 

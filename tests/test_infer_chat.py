@@ -307,6 +307,8 @@ class Scripted(BaseHTTPRequestHandler):
         if "break" in body["messages"][-1]["content"]:
             events.append({"error": {"message": "it broke"}})
         lines = [json.dumps(event) for event in events] + ["[DONE]"]
+        if "garble" in body["messages"][-1]["content"]:
+            lines.insert(2, '{"choices": [')
         self._answer("text/event-stream", "".join(f"data: {line}\n\n" for line in lines))
 
     def _answer(self, kind: str, body: str) -> None:
@@ -339,6 +341,7 @@ def test_any_server_with_openais_api(scripted: str) -> None:
 def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
     with Terminal("--url", scripted) as terminal:
         terminal.say("please break", "error: it broke")
+        terminal.say("please garble", 'error: status 200: {"choices": [')
         terminal.say("hi", "You sent 1")
 
 

@@ -189,7 +189,8 @@ class ConfigReader:
         types = self.raw.get("layer_types")
         if types is None:
             types = ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(count)]
-        if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != count or any(kind not in known for kind in types):
             raise StartupError(
                 f"layer_types must name full_attention or sliding_attention for each of {count} layers"
             )
@@ -288,7 +289,10 @@ def _scaling(parameters: Any) -> RopeScaling | None:
                 original_max_position_embeddings=int(entry("original_max_position_embeddings")),
             )
         case "divided":  # written by `common.models.gguf` only
-            return DividedFrequencies(tuple(parameters["divisors"]))
+            divisors = parameters.get("divisors")
+            if not isinstance(divisors, list):
+                raise StartupError(f"rope divisors must be a list, not {divisors!r}")
+            return DividedFrequencies(tuple(_number(each, "rope divisors") for each in divisors))
         case _:
             raise StartupError(
                 f"rope_type {kind!r} is not one of default, linear, llama3: where it was added to stretch the "

@@ -63,6 +63,8 @@ class GGUFVocabulary:
         self._metadata = file.metadata
         self._tokens: list[str] = self._entry("tokens", [])
         self._types: list[int] = self._entry("token_type", [1] * len(self._tokens))
+        if len(self._types) != len(self._tokens) or len(set(self._tokens)) != len(self._tokens):
+            raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")
 
     def _entry(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -126,11 +128,9 @@ class GGUFVocabulary:
         """Build the tokenizer.
 
         Raises:
-            StartupError: the GGUF file has no tokenizer, or one of a kind that is not implemented, or its tokens
-                repeat or do not fit their types.
+            StartupError: the GGUF file has no tokenizer, or one of a kind that is not implemented, or its merges do
+                not fit its tokens.
         """
-        if len(self._types) != len(self._tokens) or len(set(self._tokens)) != len(self._tokens):
-            raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")
         match self._entry("model"):
             case "gpt2":
                 tokenizer = self._byte_level()
@@ -158,7 +158,11 @@ class GGUFVocabulary:
                 f"{', '.join(_PRE_TOKENIZERS)}"
             )
         merges = [tuple(merge.split(" ")) for merge in self._entry("merges", [])]
-        tokenizer = Tokenizer(BPE(self._ids(self._tokens), merges, ignore_merges=name == "llama-bpe"))
+        try:
+            model = BPE(self._ids(self._tokens), merges, ignore_merges=name == "llama-bpe")
+        except Exception as error:  # the library's only class of errors
+            raise StartupError(f"{self._path}: its merges do not fit its tokens: {error}") from None
+        tokenizer = Tokenizer(model)
         if name == "qwen2":
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = _PRE_TOKENIZERS[name]()

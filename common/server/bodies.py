@@ -138,9 +138,11 @@ class Bodies:
         assert due_s is not None, "a body has a deadline"
         if not self._given_up:
             deadline.reschedule(None)
-        yield
-        if not self._given_up:
-            deadline.reschedule(due_s + loop.time() - began_s)
+        try:
+            yield
+        finally:
+            if not self._given_up:
+                deadline.reschedule(due_s + loop.time() - began_s)
 
     async def _pay_for(self, count: int, request: Request) -> None:
         """Count `count` more bytes of a large body, and wait until the shared rate allows them.

@@ -370,7 +370,7 @@ def _default_of(field: FieldInfo) -> str:
         return ""
     if field.annotation is bool:
         default = "on" if default else "off"
-    elif field.annotation is float:
+    elif isinstance(default, float):
         default = f"{default:g}"
     return f" (default: {default})"
 

@@ -13,6 +13,7 @@ from benchmarks.tables import MeasuredTable, load_tables, show
 from docs.building.pictures import Bar, bars, figure, text
 from docs.building.results import RESULTS
 
+NOT_MEASURED = "(not measured yet)"  # in place of a cell whose table is missing
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 128, 26, 40
 TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
@@ -94,7 +95,7 @@ def measured_cell(name: str, column: str, *row: str | float, results: Path = RES
     """Return one cell of a measured table for a sentence, from the first row that begins with the cells `row`."""
     table = newest(name, results)
     if table is None:
-        return "(not measured yet)"
+        return NOT_MEASURED
     place = table.columns.index(column)
     return next(show(cells[place]) for cells in table.rows if tuple(cells[: len(row)]) == row)
 
@@ -106,7 +107,7 @@ def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
     """
     table = newest(name, results)
     if table is None:
-        return "(not measured yet)"
+        return NOT_MEASURED
     place = table.columns.index(column)
     (low, *_), (high, *_) = table.rows[0], table.rows[-1]
     grown = _number(table.rows[-1][place]) - _number(table.rows[0][place])
@@ -117,7 +118,7 @@ def rows_at_crossing(results: Path = RESULTS) -> str:
     """Return how many rows a pass must have so that multiplying with a weight takes as long as reading it."""
     table = newest("batch_size", results)
     if table is None:
-        return "(not measured yet)"
+        return NOT_MEASURED
     giga_bytes, giga_operations = (
         float(table.setup[key].split()[0].replace(",", "")) for key in ("reads", "multiplies")
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.report import columns_of
 from docs.building.arithmetic import checked
+from docs.building.charts import NOT_MEASURED
 from docs.building.markdown import table
 from docs.building.results import RESULTS
 from docs.building.stories import newest_groups
@@ -87,7 +88,7 @@ def gaps_fact(name: str, results: Path = RESULTS) -> str:
     """
     found = [each for each in gaps_of(MODELS[0], results) if each.label == AFTER]
     if not found:
-        return "(not measured yet)"
+        return NOT_MEASURED
     (gaps,) = found
     if name == "verdict":
         checked("the gap between two groups", gaps.group * gaps.mean, gaps.apart)

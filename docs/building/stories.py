@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.files import Together
 from benchmarks.report import columns_of, median_of
 from common.phases import find_phase, phase_names
-from docs.building.charts import measured_cell
+from docs.building.charts import NOT_MEASURED, measured_cell
 from docs.building.markdown import folded, indented, table
 from docs.building.results import (
     HEADLINES,
@@ -140,7 +140,7 @@ def ratio(
     """Return the ratio of a metric in the newest comparison of two servers, for a sentence: the value of `after`
     divided by the value of `before`, such as `×0.45`."""
     found = dict(model_ratios(workload, before, after, line, results))
-    return f"×{found[model]:.2f}" if model in found else "(not measured yet)"
+    return f"×{found[model]:.2f}" if model in found else NOT_MEASURED
 
 
 def criterion(
@@ -163,7 +163,7 @@ def criterion(
             if model in {None, name}
         ]
         kept += [_keeps(value, bound) for _, value in found]
-        said = ", ".join(f"×{value:.2f} (`{name}`)" for name, value in found) or "(not measured yet)"
+        said = ", ".join(f"×{value:.2f} (`{name}`)" for name, value in found) or NOT_MEASURED
         shown.append(f"`{workload}`: {line} {said} (asked: {bound})")
     return _criterion(kept, shown)
 
@@ -178,7 +178,9 @@ def cells_criterion(table: str, column: str, *asked: tuple[str, str]) -> str:
     """
     cells = [(row, measured_cell(table, column, row), bound) for row, bound in asked]
     shown = [f"{row}: {value} (asked: {bound})" for row, value, bound in cells]
-    return _criterion([_keeps(float(value), bound) for _, value, bound in cells], shown)
+    return _criterion(
+        [_keeps(float(value), bound) for _, value, bound in cells if value != NOT_MEASURED], shown
+    )
 
 
 def _keeps(value: float, bound: str) -> bool:

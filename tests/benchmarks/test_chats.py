@@ -9,6 +9,7 @@ import pytest
 from benchmarks.chats import CHATS, read
 from benchmarks.workloads import CHAT_WORKLOADS, PlannedRequest, PromptWriter, build
 from common.chat_template import ChatTemplate
+from common.errors import StartupError
 from common.models.registry import ZOO
 from common.text import Tokenizer
 
@@ -110,7 +111,7 @@ def test_a_model_without_a_template_is_refused(tokenizer: Tokenizer) -> None:
         encode = staticmethod(tokenizer.encode)
         decode = staticmethod(tokenizer.decode)
 
-    with pytest.raises(ValueError, match="needs a model that chats"):
+    with pytest.raises(StartupError, match="needs a model that chats"):
         build(CHAT_WORKLOADS["questions"], PromptWriter(Plain()))
 
 

@@ -347,6 +347,8 @@ def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None
         ({"pre": "tekken"}, "the pre-tokenizer 'tekken' is not implemented"),
         ({"pre": None}, "the pre-tokenizer None is not implemented"),
         ({"token_type": [1, 1]}, "do not fit their types"),
+        ({"merges": ["one", "t h e"]}, "its merges do not fit its tokens"),
+        ({"merges": ["no tokens"]}, "its merges do not fit its tokens"),
         ({"bos_token_id": 999_999, "add_bos_token": True}, "bos_token_id = 999999 is none of its"),
     ],
     ids=str,
@@ -354,8 +356,9 @@ def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None
 def test_a_tokenizer_that_is_not_implemented_is_refused(
     replaced: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
+    path = save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)
     with pytest.raises(StartupError, match=words) as caught:
-        backend_of(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced))
+        backend_of(path)
     assert str(tmp_path / "v.gguf") in str(caught.value)
 
 

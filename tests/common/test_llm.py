@@ -14,9 +14,9 @@ import torch
 
 from common.errors import InvalidRequestError, NaNLogitsError, StartupError
 from common.generate import generate
-from common.llm import LLM, Completion
+from common.llm import LLM, PAUSED_S, Completion
 from common.models.layers import CausalLM, TokenBatch
-from common.request import Request, RequestState, SamplingParams
+from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.text import IncrementalDetokenizer
 from tests.engine_helpers import (
     EOS,
@@ -151,6 +151,24 @@ def test_a_paused_engine_is_not_waited_for(llm: LLM) -> None:
         llm.generate("abc")
     llm.engine.resume()
     assert llm.generate("abc", greedy(2))[0].error is None
+
+
+@CONTINUOUS
+def test_a_pause_during_generation_takes_few_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread pauses the engine and resumes it a moment later. Meanwhile the loop must not spin."""
+    step, steps = llm.engine.step, 0
+
+    def paused_after_the_first() -> list[StepOutput]:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            llm.engine.pause()
+            threading.Timer(0.2, llm.engine.resume).start()
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", paused_after_the_first)
+    assert llm.generate("abc", greedy(2))[0].completion_tokens == 2
+    assert steps < 0.2 / PAUSED_S + 10
 
 
 @pytest.mark.parametrize("prompt", ["one text", [111, 110, 101], (111,)])

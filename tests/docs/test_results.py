@@ -162,6 +162,10 @@ def test_a_criterion_is_met_if_every_model_keeps_every_bound(tmp_path: Path) -> 
 
 
 def test_a_criterion_of_cells_is_met_if_every_cell_keeps_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stories, "measured_cell", lambda *_: "(not measured yet)")
+    assert (
+        stories.cells_criterion("t", "c", ("a", "≥ 1")) == "not measured | a: (not measured yet) (asked: ≥ 1)"
+    )
     monkeypatch.setattr(stories, "measured_cell", lambda _table, _column, row: {"a": "1.5", "b": "0.97"}[row])
     met = stories.cells_criterion("table", "column", ("a", "≥ 1.5"), ("b", "≤ 0.97"))
     assert met == "met | a: 1.5 (asked: ≥ 1.5)<br>b: 0.97 (asked: ≤ 0.97)"

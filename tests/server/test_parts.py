@@ -142,6 +142,18 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
         one_call(sure=True, days=None),
     ),
     "python, a dict": (PythonReader, '[weather(**{"city": "Rome"})]', "", ROME),
+    "python, a number that no float holds": (
+        PythonReader,
+        "[weather(city=1e999)]",
+        "[weather(city=1e999)]",
+        [],
+    ),
+    "hermes, a number that no float holds": (
+        HermesReader,
+        '<tool_call>{"arguments": {"city": 1e999}, "name": "weather"}</tool_call>',
+        '<tool_call>{"arguments": {"city": 1e999}, "name": "weather"}</tool_call>',
+        [],
+    ),
     "python, nothing": (PythonReader, "[weather()]", "", one_call()),
     "python, a list": (PythonReader, '["weather", 1]', '["weather", 1]', []),
     "python, another name": (PythonReader, "[rain(a=1)]", "[rain(a=1)]", []),

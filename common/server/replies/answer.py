@@ -346,7 +346,8 @@ def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
 
     Only a choice's first output can have such events: they also show the prompt's tokens, if asked for.
     """
-    return not answer.text_only and is_first(output) and _prompt_entries(answer, choice) > LARGE_ANSWER
+    first = output.completion_tokens <= 1
+    return first and not answer.text_only and _prompt_entries(answer, choice) > LARGE_ANSWER
 
 
 def _prompt_entries(answer: Answer, choice: Choice) -> int:

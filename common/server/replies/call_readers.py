@@ -215,9 +215,10 @@ class LlamaReader(_JsonReader):
 
 
 def _loaded(text: str) -> Any:
-    """Return the value of a JSON text; None if the text is not JSON, is `null`, or is nested too deeply."""
+    """Return the value of a JSON text. None if the text is not JSON, is `null`, is nested too deeply, or has a
+    number that no float can hold."""
     try:
-        return from_json(text)
+        return _parsed(text)
     except ValueError:
         return None
 
@@ -327,6 +328,17 @@ def _named_values(arguments: list[str]) -> dict[str, Any] | None:
     return values
 
 
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, or has a number that no float can hold.
+    """
+    value = from_json(text, allow_inf_nan=False)
+    json.dumps(value, allow_nan=False)  # `from_json` reads 1e999 as infinity, which JSON cannot express
+    return value
+
+
 def _value(text: str) -> Any:
     """Return the value of a JSON text or a Python literal.
 
@@ -335,11 +347,13 @@ def _value(text: str) -> Any:
         MemoryError, RecursionError: the text is nested too deeply.
     """
     try:
-        return from_json(text)
+        return _parsed(text)
     except ValueError:
         value = literal_eval(text)
     try:
-        return from_json(json.dumps(value))  # joins a pair of surrogates, such as '\ud83d\ude00'
+        return from_json(
+            json.dumps(value, allow_nan=False)
+        )  # joins a pair of surrogates, such as '\ud83d\ude00'
     except TypeError as error:  # bytes, sets, complex numbers
         raise ValueError(str(error)) from None
 
