@@ -158,6 +158,7 @@ class PrefixCachingPool(PagedKVCachePool):
         super().clear()
         self.tree.clear()
         self._paths.clear()
+        self._looked.clear()
 
     @property
     def used_tokens(self) -> int:

@@ -161,8 +161,8 @@ class ServerOptions(LimitOptions, CommonOptions):
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="on: the engine has a process of its own, and another process speaks HTTP; auto: on if more "
-        "than two cores are free",
+        description="on: the engine has a process of its own, and another process speaks HTTP; auto: on if the "
+        "server may use more than two logical cores",
     )
     trace: Path | None = Field(
         default=None,

@@ -31,6 +31,7 @@ DEVICE = Device(bytes_per_s=3350e9, flops=990e12)  # an H100's data sheet
 CONTEXTS = (1024, 4096, 8192, 32_768, 131_072)
 CONTEXT, ANSWER = 4096, 2048  # tokens of a simulated sequence, and how many of them are generated
 USERS = (1, 16, 64)  # numbers of users in the table, which adds the largest number that fits
+CHUNK = 1536  # tokens; the page on phase 7 estimates such a chunk for a time of 50 ms between tokens
 SHARED = 2048  # tokens of a prefix that all prompts share
 
 _checkpoint = functools.partial(open_checkpoint, MODEL)
@@ -129,7 +130,12 @@ def capacity_times() -> str:
         held = users * (CONTEXT - ANSWER // 2) * token_bytes()
         step = (weights + held) / DEVICE.bytes_per_s / DEVICE.efficiency + DEVICE.launch_s
         engine = simulate_engine(
-            9, RooflineCost(shape, DEVICE), model=MODEL, max_batch_size=users, max_seq_len=CONTEXT
+            9,
+            RooflineCost(shape, DEVICE),
+            model=MODEL,
+            max_batch_size=users,
+            max_seq_len=CONTEXT,
+            prefill_chunk_size=CHUNK,
         )
         seen, write = Summary([engine]), Unlike()
         prompts = (write(random.Random(user), CONTEXT - ANSWER) for user in range(users))

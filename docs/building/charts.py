@@ -100,6 +100,26 @@ def measured_cell(name: str, column: str, *row: str | float, results: Path = RES
     return next(show(cells[place]) for cells in table.rows if tuple(cells[: len(row)]) == row)
 
 
+def measured_ratio(
+    name: str, column: str, before: Sequence[str | float], after: Sequence[str | float], results: Path = RESULTS
+) -> str:
+    """Return a cell of a measured table divided by another cell of the column, for a sentence: `×1.24`.
+
+    Args:
+        before: the first cells of the divisor's row.
+        after: the first cells of the dividend's row.
+    """
+    table = newest(name, results)
+    if table is None:
+        return NOT_MEASURED
+    place = table.columns.index(column)
+    old, new = (
+        _number(next(cells[place] for cells in table.rows if cells[: len(row)] == list(row)))
+        for row in (before, after)
+    )
+    return f"×{new / old:.2f}"
+
+
 def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
     """Return how much a column of a measured table grows for each unit of the first column, for a sentence.
 

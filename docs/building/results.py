@@ -46,6 +46,10 @@ HEADLINES = (
 )
 
 VERDICT_RUNS = 3  # fewest runs of each server for a verdict
+VERDICTS = (
+    "*Better* or *worse*: all runs of one server are on the same side of all runs of the other. *Alike*: their runs "
+    "overlap, so the difference of their medians may be chance."
+)
 
 SWEEP_LINES = (
     *SPEEDS,
@@ -209,7 +213,8 @@ def compared_table(group: Together, before: str, after: str) -> str:
                 verdict = "**worse**" if line.is_worse(old, new) else "better"
         ratio = f"×{new / old:.2f}" if old else ""
         rows.append([line.title, line.show(old), line.show(new), ratio, verdict])
-    return table(["metric", before, after, "ratio", "verdict"], rows, "lrrrl")
+    compared = table(["metric", before, after, "ratio", "verdict"], rows, "lrrrl")
+    return f"{compared}\n{VERDICTS}\n" if has_verdict else compared
 
 
 def _beyond_repeats(line: Line, old_runs: Sequence[Run], new_runs: Sequence[Run]) -> bool:
