@@ -117,8 +117,9 @@ class EngineFront(ABC):
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """Check a grammar. Returns a matcher for one request. May block: see `GrammarCompiler.check`.
 
-        Raises: as `GrammarCompiler.new_matcher`; EngineDeadError if compiling needs an engine's process that has
-            ended.
+        Raises:
+            EngineDeadError: compiling needs an engine's process, and it has ended. Other errors are those of
+                `GrammarCompiler.new_matcher`.
         """
 
     # ------------------------------------------------------------------ requests

@@ -81,22 +81,22 @@ def _full() -> dict[int, Stage]:
 
 
 def _toy() -> dict[int, Stage]:
-    model = "--model dummy:llama-4m --dtype float32"
+    model = "--model dummy:llama-1m --dtype float32"
     short = f"{model} --prompt-tokens 8 --new-tokens 14 --sequences 2"  # 14: seven steps at two tokens a step
     single = f"{model} --prompt-tokens 8 --new-tokens 10 --sequences 1"
-    attention = "--models dummy:llama-4m --dtype float32 --sequences 2 --contexts 40"
+    attention = "--models dummy:llama-1m --dtype float32 --sequences 2 --contexts 40"
     offline = f"{model} --phases 9 5 --requests 4 --fewest 4 --most 8 --seats 3 --seconds 60"
     compare = "--model zoo:llama-tiny --workload mixed --quick --repeats 1 --rate table --phases 4,9"
     programs = {
         1: Program("tests", f"{PYTEST} -m 'not gpu' -k 'failed_pass and phase9' tests/gpu"),
-        2: Program("steps_llama-4m", f"{_micro('gpu_steps')} {short}"),
+        2: Program("steps_llama-1m", f"{_micro('gpu_steps')} {short}"),
         3: Program("attention", f"{_micro('gpu_attention')} {attention}"),
         4: Program("offline", f"{_micro('offline')} {offline}"),
         5: Program("compare", f"benchmarks compare {compare} --out {{out}}/servers", interpreted=False),
         6: Program("timeline", f"{_micro('gpu_timeline')} {single} --traces {{out}}/traces"),
     }
     found = {number: Stage(TITLES[number], (program,)) for number, program in programs.items()}
-    beside = Program("transformers_llama-4m", f"{_micro('gpu_transformers')} {short}")
+    beside = Program("transformers_llama-1m", f"{_micro('gpu_transformers')} {short}")
     found[2] = Stage(TITLES[2], (programs[2], beside))
     return found
 

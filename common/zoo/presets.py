@@ -72,7 +72,7 @@ def _shape(hidden: int, layers: int, heads: int, mlp: int, **entries: Any) -> di
 _SMALL = {"vocab_size": 32_000, "max_position_embeddings": 8192}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "llama-4m": _LLAMA | _shape(128, 2, 2, 256, num_key_value_heads=1, **_SMALL),
+    "llama-1m": _LLAMA | _shape(128, 2, 2, 256, num_key_value_heads=1, **_SMALL | {"vocab_size": 4096}),
     "llama-60m": _LLAMA | _shape(512, 12, 8, 1792, num_key_value_heads=4, **_SMALL),
     "llama-135m": _LLAMA
     | _shape(576, 30, 9, 1536, num_key_value_heads=3, vocab_size=49_152, max_position_embeddings=8192),

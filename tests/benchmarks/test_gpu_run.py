@@ -36,8 +36,8 @@ def test_every_stage_runs_at_toy_sizes(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "no figure here says anything about a GPU" in shown
     names = {path.stem for path in (tmp_path / "tables").iterdir()}
     assert names == {
-        "gpu_steps_llama-4m",
-        "gpu_transformers_llama-4m",
+        "gpu_steps_llama-1m",
+        "gpu_transformers_llama-1m",
         "gpu_attention",
         "offline",
         "gpu_timeline",

@@ -221,7 +221,7 @@ def on_meta(preset: str) -> CausalLM:
 
 
 MILLIONS = {
-    "llama-4m": 4.39,
+    "llama-1m": 0.82,
     "llama-60m": 60,
     "llama-135m": 134.5,
     "llama-3.2-1b": 1235.8,
