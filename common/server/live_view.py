@@ -85,7 +85,9 @@ class Viewer:
     async def events(self) -> AsyncIterator[bytes]:
         yield event(self._live_view.header, "begin")
         told = 0
-        while not self._ended:
+        while (
+            not self._ended or self._frames
+        ):  # frames may have come while a slow client held this generator up
             await self._news.wait()
             self._news.clear()
             frames = list(self._frames)

@@ -186,6 +186,20 @@ async def test_it_ends_when_nothing_more_is_taken() -> None:
         viewer.close()
 
 
+async def test_frames_that_come_before_the_end_are_sent_before_it() -> None:
+    async with working(engine_of()) as worker:
+        view = LiveView(worker)
+        viewer = view.open()
+        events = viewer.events()
+        assert b"begin" in await anext(events)
+        view.publish({"step": 0, "key": True, "running": []})
+        assert b'"step":0' in (await anext(events)).replace(b" ", b"")
+        view.publish({"step": 1, "running": []})  # while the client takes the event before
+        viewer.end()
+        assert [chunk.split(b"\n")[0] async for chunk in events] == [b"event: step", b"event: end"]
+        viewer.close()
+
+
 async def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
 
