@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class StartupError(Exception):
-    """Serving cannot begin. The message is one line: the problem, and what to do."""
+    """Serving, or a measurement, cannot begin. The message says why and, where it can, what to do.
+
+    It is one line. In benchmarks and the tutor, lines that another process has printed may follow.
+    """
 
 
 class InvalidRequestError(ValueError):

@@ -94,7 +94,7 @@ def measure(model: str, sequences: int, repeats: int) -> dict[str, float]:
 def depths(
     models: tuple[str, ...] = MODELS, sequences: tuple[int, ...] = (1, 4, 16), repeats: int = 5
 ) -> Iterator[MeasuredTable]:
-    """Time decode steps at each depth."""
+    """Time decode steps of phase 9 at each pipeline depth (most steps in flight), and of phase 8 for comparison."""
     rows: list[list[Cell]] = []
     for model, count in itertools.product(models, sequences):
         found = measure(model, count, repeats)
