@@ -124,9 +124,10 @@ def _number(plan: Plan) -> dict[str, Any]:
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas to run for the reported loads (`replicas_for`), and an empty state.
+    """Return the number of replicas to run for the reported loads (`replicas_for`), and {}, in which Ray Serve
+    would keep a policy's state.
 
-    Serve calls this. While some replicas have not reported, the number stays as it is.
+    Ray Serve calls this. While some replicas have not reported, the number stays as it is.
     """
     loads = (context.aggregated_metrics or {}).get("load", {})
     if len(loads) < context.current_num_replicas:  # some replicas have not reported yet

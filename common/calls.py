@@ -359,7 +359,7 @@ class _Writer:
     # ------------------------------------------------------------------ text and thoughts
 
     def _text_and(self, marker: str) -> str:
-        """Return an expression for text that ends with a marker and contains it only there."""
+        """Return a grammar expression for text up to and including the first `marker`. May add a rule."""
         if marker in self._dialect.special:
             return f"{self._free_text()} {self._marker(marker)}"
         name = f"to_{marker.strip('</>')}"

@@ -100,8 +100,9 @@ class DeviceSeats:
         return ()
 
     def _settings_of(self, request: Request, column: int) -> Sequence[float]:
-        """Return a request's row of `settings`, with random numbers for the tokens drawn from `column` on. A greedy
-        request, which needs none, has zeros."""
+        """Return a request's row of `settings`: its sampling parameters, `column`, and random numbers for its next
+        `UNIFORMS` tokens, the first of which is drawn at `column`. A greedy request needs no random numbers, so
+        they are 0."""
         if request.params.greedy:
             return [*GREEDY, *[0.0] * UNIFORMS]
         *given, _ = settings_of(request, 0, self._vocab)

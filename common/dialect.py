@@ -63,8 +63,9 @@ class Dialect:
             tokenizer: the model's tokenizer.
             calls: the syntax of calls; `auto`: the one found in the template's text, else that of Hermes; None:
                 tools are refused.
-            reasoning: the form of thoughts; `auto`: `think` if the template has the marker that ends a thought;
-                None: thoughts are part of the answer.
+            reasoning: how the model marks thoughts (its reasoning before the answer): `think`, between `<think>`
+                and `</think>`; None: not at all, so thoughts stay in the answer's text; `auto`: `think` if the template
+                has the text `</think>`, else None.
         """
         template = tokenizer.chat_template
         if template is None:

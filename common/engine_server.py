@@ -92,8 +92,8 @@ class Facts(NamedTuple):
 
 
 class State(NamedTuple):
-    """The engine's state. Each message to the HTTP process has it, except frames of the live view and answers to
-    `compile`."""
+    """The engine's state, a part of each message to the HTTP process, except frames of the live view
+    (`common.step_trace`) and answers to `compile`."""
 
     taken: int = 0  # requests that have left the inbox since the start
     waiting: int = 0  # requests in the scheduler's queue

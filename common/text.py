@@ -104,8 +104,11 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token's text. For a token that is a part of a character, they are that part, or
-        those of U+FFFD if the vocabulary does not spell tokens by bytes."""
+        """Return the bytes of one token's text.
+
+        If the token is only a part of a character, return the bytes of this part. If the vocabulary does not spell
+        tokens by bytes, these bytes are unknown: return the bytes of U+FFFD.
+        """
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode()
@@ -212,8 +215,8 @@ class IncrementalDetokenizer:
             self._decode(token_id)
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-        """Return up to `CONTEXT` last tokens of a prompt, without foreign ones. They begin at a whole character:
-        half a character would appear in the answer."""
+        """Return the last tokens of a prompt, at most `CONTEXT`, without foreign ones (ids that the tokenizer does
+        not know). They begin at a whole character: a part of a character would appear in the answer."""
         tail = [i for i in prompt_token_ids[-self.CONTEXT :] if not self._tokenizer.is_foreign(i)]
         while tail and self._decoded(tail).startswith(REPLACEMENT):
             tail = tail[1:]

@@ -35,7 +35,11 @@ class CannotRecordError(RuntimeError):
 
 
 class Tape:
-    """One recorded function. Any thread may play it, but only one thread at a time."""
+    """The recorded operator calls of one function.
+
+    Calling the tape plays it: it calls the operators again, on new inputs and without Python. Any thread may play
+    it, but only one thread at a time.
+    """
 
     def __init__(self, recorded: Any) -> None:
         self.recorded = recorded

@@ -292,7 +292,8 @@ class PipelinedRunner(ChunkedRunner):
         return outputs
 
     def put_back_latest(self, plan: StepPlan) -> None:
-        """Write the latest tokens of a plan's live requests to `latest`, where the next pass reads them.
+        """Write the latest token of each request of a plan that has not ended to `latest`, where the next pass
+        reads it.
 
         Nothing may be in flight.
         """

@@ -31,8 +31,8 @@ class Arrival:
 
 
 class Unlike:
-    """Writes prompts no two of which share a token id. An instance is called in place of `PromptWriter.write`, which
-    writes English."""
+    """Writes prompts no two of which share a token id. An instance is called in place of `PromptWriter.write`,
+    which writes English."""
 
     def __init__(self) -> None:
         self._next = 1

@@ -193,8 +193,8 @@ class Summary:
     def server_metrics(self) -> ServerMetrics:
         """Return the metrics of all engines together: counts are sums.
 
-        Numbers about KV memory and the batch are for one engine: means over the steps of all engines, and the largest
-        value in any engine.
+        Numbers about KV memory and the batch are for one engine: means over the steps of all engines, and the
+        largest value in any engine.
         """
         total = _sum([engine.telemetry.counters for engine in self._engines])
         busy_s = total.busy_s

@@ -155,7 +155,7 @@ def changes(
     models: tuple[str, ...] = ("zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny"),
     requests: int = 1000,
 ) -> Iterator[MeasuredTable]:
-    """Count answers that change under load.
+    """Count the answers that differ between a request served alone and the same request served beside others.
 
     Args:
         phase: number, word or module of a phase with chunks

@@ -112,7 +112,8 @@ def cost(
 
 
 def cost_rows(phase: str, model: str, turns: int) -> list[list[Cell]]:
-    """Measure a plain server and both clusters in turns, and return a row of the table for each."""
+    """Measure a plain server, a cluster of one replica and a cluster of two, in turns. Return a row of medians for
+    each."""
     targets = [plain_target(phase, model), *(cluster_target(phase, model, n) for n in (1, 2))]
     writer = writer_for(model)
     found: dict[str, list[tuple[float, ...]]] = {target.label: [] for target in targets}

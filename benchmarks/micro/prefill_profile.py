@@ -30,8 +30,8 @@ REST = "all else"
 
 
 def parts_ms(engine: Engine, batch: Batch, turn: int) -> dict[str, float]:
-    """Compute the prompts of a batch, one new token each. Returns the milliseconds of each part
-    (a value of `PARTS`, or `REST`)."""
+    """Profile an engine while it computes the prompts of a batch and generates one token after each. Return the
+    milliseconds of each part (a value of `PARTS`, or `REST`)."""
     for prompt in prompts(batch, turn, engine.runner.model.config.vocab_size):
         add(engine, prompt, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -58,7 +58,7 @@ class Weights:
         return KVShape.of(self.config, self.dtype).bytes_per_token
 
     def options(self, *, max_seq_len: int, max_sequences: int, kv_tokens: int, threads: int) -> Options:
-        """Return the options of a worker that serves these weights."""
+        """Return the options of a worker (a process that computes with one library) that serves these weights."""
         return Options(
             model=self.model,
             folder=str(self.folder),

@@ -170,7 +170,7 @@ class Intake:
         The spellings, as in the vocabulary, are None unless the body asks for them.
 
         Raises:
-            ApiError: as `parse`; 503, too many requests wait to be converted.
+            ApiError: as `parse`; 503, the lane `converting` is full.
             InvalidRequestError: the model has no chat template, or its template refuses the conversation, or the
                 text is too long (`MAX_LENGTHS`).
         """
@@ -189,7 +189,7 @@ class Intake:
         """Return the text of the token ids in a body of `/detokenize`, special tokens included.
 
         Raises:
-            ApiError: as `parse`; 503, too many requests wait to be converted.
+            ApiError: as `parse`; 503, the lane `converting` is full.
         """
         wanted = await self.parse(body, DetokenizeRequest)
         decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)

@@ -39,10 +39,10 @@ class Metrics(Collector):
         self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
-        """Return the metrics, and the content type of their format, which every scraper reads.
+        """Return the metrics in Prometheus's text format, which every scraper reads, and the format's content type.
 
-        OpenMetrics is not offered. In that format the library writes `vllm_` for `vllm:`, and dashboards made for
-        vLLM's names find nothing.
+        OpenMetrics is not offered. In that format `prometheus_client` writes `vllm_` for `vllm:`, and dashboards
+        made for vLLM's names find nothing.
         """
         encode, content_type = choose_encoder("text/plain; version=0.0.4")
         return encode(self), content_type

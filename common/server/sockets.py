@@ -127,8 +127,9 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 def allow_open_files(connections: int) -> int:
     """Raise the process's limit of open files, if necessary, so that `connections` clients can be connected.
 
-    Returns `connections`. If the limit cannot be raised so far, logs a warning and returns the number of
-    connections that it allows, at least 1. On Windows, nothing is raised.
+    Returns `connections`. If the limit cannot be raised high enough, raises it as high as possible, logs a warning
+    and returns the number of connections that it allows, at least 1. On Windows, the limit stays as it is, and
+    `connections` is returned.
     """
     if sys.platform == "win32":
         return connections

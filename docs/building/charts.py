@@ -101,7 +101,11 @@ def measured_cell(name: str, column: str, *row: str | float, results: Path = RES
 
 
 def measured_ratio(
-    name: str, column: str, before: Sequence[str | float], after: Sequence[str | float], results: Path = RESULTS
+    name: str,
+    column: str,
+    before: Sequence[str | float],
+    after: Sequence[str | float],
+    results: Path = RESULTS,
 ) -> str:
     """Return a cell of a measured table divided by another cell of the column, for a sentence: `×1.24`.
 

@@ -47,8 +47,8 @@ HEADLINES = (
 
 VERDICT_RUNS = 3  # fewest runs of each server for a verdict
 VERDICTS = (
-    "*Better* or *worse*: all runs of one server are on the same side of all runs of the other. *Alike*: their runs "
-    "overlap, so the difference of their medians may be chance."
+    "*Better* or *worse*: all runs of one server are on the same side of all runs of the other. *Alike*: their "
+    "runs overlap, so the difference of their medians may be chance."
 )
 
 SWEEP_LINES = (
