@@ -160,8 +160,8 @@ def repetition(runs: Sequence[Run]) -> str:
     said = [f"{label} guessed {share:.0%} of its tokens" for label, share in shares.items() if share]
     if not said:
         return ""
-    shares_said = ", ".join(said)
-    return f"With its random weights, this model's answers repeat themselves: {shares_said}. Real text does so less."
+    guesses = ", ".join(said)
+    return f"With its random weights, this model's answers repeat themselves: {guesses}. Real text does so less."
 
 
 def best_of(values: Sequence[Value], better: str) -> Value:

@@ -64,8 +64,8 @@ class Dialect:
             calls: the syntax of calls; `auto`: the one found in the template's text, else that of Hermes; None:
                 tools are refused.
             reasoning: how the model marks thoughts (its reasoning before the answer): `think`, between `<think>`
-                and `</think>`; None: not at all, so thoughts stay in the answer's text; `auto`: `think` if the template
-                has the text `</think>`, else None.
+                and `</think>`; None: not at all, so thoughts stay in the answer's text; `auto`: `think` if the
+                template has the text `</think>`, else None.
         """
         template = tokenizer.chat_template
         if template is None:
