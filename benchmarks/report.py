@@ -161,7 +161,9 @@ def repetition(runs: Sequence[Run]) -> str:
     if not said:
         return ""
     guesses = ", ".join(said)
-    return f"With its random weights, this model's answers repeat themselves: {guesses}. Real text does so less."
+    return (
+        f"With its random weights, this model's answers repeat themselves: {guesses}. Real text does so less."
+    )
 
 
 def best_of(values: Sequence[Value], better: str) -> Value:
