@@ -156,7 +156,7 @@ class Request:
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # tokens whose keys and values are in the KV cache
     prefill_start: int = field(default=0, init=False)  # tokens that were a prefix hit in this admission
-    cached_tokens: int = field(default=0, init=False)  # `prefill_start` of the first admission
+    cached_tokens: int = field(default=0, init=False)  # `prefill_start` before anything is computed
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second token on
     preemptions: int = field(default=0, init=False)  # how often it was preempted
     recomputes: bool = field(

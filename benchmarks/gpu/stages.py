@@ -82,7 +82,8 @@ def _full() -> dict[int, Stage]:
 
 def _toy() -> dict[int, Stage]:
     model = "--model dummy:llama-1m --dtype float32"
-    short = f"{model} --prompt-tokens 8 --new-tokens 14 --sequences 2"  # 14: seven steps at two tokens a step
+    # 16 tokens: at two tokens a step, these are at least seven steps before the last.
+    short = f"{model} --prompt-tokens 8 --new-tokens 16 --sequences 2"
     single = f"{model} --prompt-tokens 8 --new-tokens 10 --sequences 1"
     attention = "--models dummy:llama-1m --dtype float32 --sequences 2 --contexts 40"
     offline = f"{model} --phases 9 5 --requests 4 --fewest 4 --most 8 --seats 3 --seconds 60"

@@ -20,7 +20,6 @@ from typing import Any
 from benchmarks.micro import Dtype, say
 from benchmarks.micro.batch_size import Machine, work_of
 from benchmarks.micro.on_device import (
-    COUNTED_STEPS,
     KernelCounter,
     Loaded,
     decode,
@@ -60,7 +59,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def measure(
     loaded: Loaded, machine: Machine, engine: Engine, count: int, prompt_tokens: int, new_tokens: int
 ) -> list[Cell]:
-    """Decode a batch twice. The second time, the profiler counts the kernels of `COUNTED_STEPS` steps.
+    """Decode a batch twice. The second time, the profiler counts the kernels of a few steps.
 
     Returns:
         The cells of the batch's row, without its first two (way and sequences).
@@ -71,9 +70,9 @@ def measure(
     bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
     # The share counts tokens, not steps: a step of phase 10 may give a sequence several tokens.
     share = found.tokens_per_s * bound_ms / 1e3 / count
-    seen = counter.launches > 0
-    busy = counter.seconds / COUNTED_STEPS / found.step_s if seen else None
-    launches = round(counter.launches / COUNTED_STEPS) if seen else None
+    seen = counter.launches > 0 and counter.passes > 0
+    busy = counter.seconds / counter.passes * found.passes / sum(found.seconds) if seen else None
+    launches = round(counter.launches / counter.passes) if seen else None
     return [found.step_s * 1e3, max(found.seconds) * 1e3, found.tokens_per_s, share, busy, launches]
 
 

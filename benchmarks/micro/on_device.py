@@ -60,10 +60,12 @@ class DecodeSteps(NamedTuple):
     Attributes:
         seconds: the duration of each step.
         tokens: the number of tokens generated in all these steps together.
+        passes: the number of passes launched in all these steps together.
     """
 
     seconds: list[float]
     tokens: int
+    passes: int
 
     @property
     def step_s(self) -> float:
@@ -86,8 +88,8 @@ def decode(
 
     Args:
         params: sampling parameters of every request; None: greedy, exactly `new_tokens` tokens.
-        counter: counts the kernels of `COUNTED_STEPS` steps, and slows them down. Each of these steps launches a
-            pass of all sequences, and no pass is in flight when the counting begins.
+        counter: counts the kernels and the passes of `COUNTED_STEPS` steps, and slows them down. No pass is in
+            flight when the counting begins. (A step of phase 10 may launch no pass.)
 
     Returns:
         The steps after every sequence has its first token and before any sequence ends, without the first
@@ -102,6 +104,7 @@ def decode(
     freeze_objects()  # as a server does; otherwise garbage collections would be timed, too
     begun: set[str] = set()
     counts: list[int] = []
+    passes: list[int] = []
     seconds: list[float] = []
     ended = False
     before_s = time.perf_counter()
@@ -116,16 +119,19 @@ def decode(
         if all_decode and not ended:
             counts.append(sum(output.token_id is not None for output in outputs))
             seconds.append(now_s - before_s)
+            passes.append(engine.telemetry.latest.passes)
             if counter is not None and len(counts) == WARM_STEPS:
                 counter.start()
             elif counter is not None and len(counts) == WARM_STEPS + COUNTED_STEPS:
                 counter.stop()
+                counter.passes = sum(passes[WARM_STEPS:])
         begun |= {output.request_id for output in outputs}
         before_s = time.perf_counter()
     needed = WARM_STEPS + (COUNTED_STEPS if counter is not None else 1)
     if len(counts) < needed + LAST_STEPS:
         raise ValueError(f"{new_tokens} new tokens are too few to time decode steps")
-    return DecodeSteps(seconds[WARM_STEPS:-LAST_STEPS], sum(counts[WARM_STEPS:-LAST_STEPS]))
+    timed = slice(WARM_STEPS, -LAST_STEPS)
+    return DecodeSteps(seconds[timed], sum(counts[timed]), sum(passes[timed]))
 
 
 def seconds_of(run: Callable[[], object], times: int = 5) -> float:
@@ -183,11 +189,12 @@ class KernelCounter:
 
     Attributes:
         launches: the number of kernels and copies; 0 without a GPU, or if the profiler sees no work of the GPU.
+        passes: the number of passes that the counted steps launched. `decode` sets it.
         seconds: the time in which at least one of them ran. They may overlap (`kernels.overlap`).
     """
 
     def __init__(self) -> None:
-        self.launches = 0
+        self.launches = self.passes = 0
         self.seconds = 0.0
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 

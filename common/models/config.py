@@ -7,6 +7,7 @@ Each architecture's file reads its own configs with a `ConfigReader`, in both st
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -263,7 +264,7 @@ def token_id_set(value: Any) -> frozenset[int]:
 
 
 def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise StartupError(f"{key} must be a positive number, not {value!r}")
     return float(value)
 

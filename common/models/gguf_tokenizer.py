@@ -62,8 +62,14 @@ class GGUFVocabulary:
         self._path = file.path
         self._metadata = file.metadata
         self._tokens: list[str] = self._entry("tokens", [])
+        if not isinstance(self._tokens, list) or not all(isinstance(each, str) for each in self._tokens):
+            raise StartupError(f"{self._path}: its tokens are not a list of texts")
         self._types: list[int] = self._entry("token_type", [1] * len(self._tokens))
-        if len(self._types) != len(self._tokens) or len(set(self._tokens)) != len(self._tokens):
+        if (
+            not isinstance(self._types, list)
+            or len(self._types) != len(self._tokens)
+            or len(set(self._tokens)) != len(self._tokens)
+        ):
             raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")
 
     def _entry(self, key: str, default: Any = None) -> Any:
@@ -152,15 +158,15 @@ class GGUFVocabulary:
 
     def _byte_level(self) -> Tokenizer:
         name = self._entry("pre")
-        if name not in _PRE_TOKENIZERS:
+        if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
             raise StartupError(
                 f"{self._path}: the pre-tokenizer {name!r} is not implemented; it is not one of "
                 f"{', '.join(_PRE_TOKENIZERS)}"
             )
-        merges = [tuple(merge.split(" ")) for merge in self._entry("merges", [])]
         try:
+            merges = [tuple(merge.split(" ")) for merge in self._entry("merges", [])]
             model = BPE(self._ids(self._tokens), merges, ignore_merges=name == "llama-bpe")
-        except Exception as error:  # the library's only class of errors
+        except Exception as error:  # the library's only class of errors, or an entry of another type
             raise StartupError(f"{self._path}: its merges do not fit its tokens: {error}") from None
         tokenizer = Tokenizer(model)
         if name == "qwen2":

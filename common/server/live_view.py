@@ -62,6 +62,8 @@ class Viewer:
         self.missed = 0  # frames
 
     def put(self, frame: Frame) -> None:
+        if self._ended:
+            return
         if self.needs_key and not frame.get("key"):
             self.missed += self._has_begun
             return
@@ -85,9 +87,8 @@ class Viewer:
     async def events(self) -> AsyncIterator[bytes]:
         yield event(self._live_view.header, "begin")
         told = 0
-        while (
-            not self._ended or self._frames
-        ):  # frames may have come while a slow client held this generator up
+        # Frames may have come, or been dropped, while a slow client held this generator up.
+        while not self._ended or self._frames or self.missed > told:
             await self._news.wait()
             self._news.clear()
             frames = list(self._frames)

@@ -111,17 +111,15 @@ def measured_ratio(
 
     Args:
         before: the first cells of the divisor's row.
-        after: the first cells of the dividend's row.
+        after: as many first cells of the dividend's row.
     """
     table = newest(name, results)
     if table is None:
         return NOT_MEASURED
     place = table.columns.index(column)
-    old, new = (
-        _number(next(cells[place] for cells in table.rows if cells[: len(row)] == list(row)))
-        for row in (before, after)
-    )
-    return f"×{new / old:.2f}"
+    cells = {tuple(row[: len(before)]): row[place] for row in table.rows}
+    old, new = cells.get(tuple(before)), cells.get(tuple(after))
+    return NOT_MEASURED if old is None or new is None else f"×{_number(new) / _number(old):.2f}"
 
 
 def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:

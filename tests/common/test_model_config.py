@@ -257,6 +257,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "attention soft cap": (gemma(attn_logit_softcapping=50.0), ["attn_logit_softcapping", "50.0"]),
     "bidirectional": (gemma(use_bidirectional_attention=True), ["use_bidirectional_attention"]),
     "too few layer types": (gemma(layer_types=["full_attention"]), ["layer_types", "26"]),
+    "a base beyond any float": (llama(rope_theta=10**400), ["rope_theta", "positive number"]),
     "layer types of no list": (gemma(layer_types=26), ["layer_types", "26"]),
     "divided without divisors": (llama(rope_scaling={"rope_type": "divided"}), ["divisors", "None"]),
     "unknown layer type": (gemma(layer_types=["chunked_attention"] * 26), ["layer_types"]),

@@ -231,6 +231,22 @@ def test_who_comes_and_goes_between_two_frames_is_named_with_its_end() -> None:
     ]
 
 
+def test_a_request_that_gets_its_old_slot_again_was_preempted() -> None:
+    """Two frames see it in the same slot. Between them it has lost its seat and got it back."""
+    engine = build("continuous", max_batch_size=1)
+    maker, steps = FrameMaker(engine), []
+    engine.watchers.append(lambda *step: (steps.append(step), maker.note(step[2])))
+    request = add(engine, [1, 2], greedy(9))
+    engine.step()
+    assert "preempted" not in maker.frame(*steps[-1])
+    slot = request.slot
+    engine.runner.release(engine.scheduler._make_way(request))
+    engine.step()
+    assert request.slot == slot
+    assert maker.frame(*steps[-1])["preempted"] == [0]
+    run(engine)
+
+
 def test_a_frame_that_is_to_be_a_key_tells_everything() -> None:
     engine = build("paged", block_size=4)
     maker, frames = FrameMaker(engine), []

@@ -86,6 +86,7 @@ def test_without_results_pages_say_how_to_make_them(tmp_path: Path) -> None:
     assert stories.story_picture(*COMPARED, first="cdf", root="", results=tmp_path, folder=tmp_path) == ""
     assert charts.line_chart("batch_size", "rows", "step, ms", title="", y_title="", results=tmp_path) == ""
     assert charts.measured_cell("batch_size", "step, ms", 8, results=tmp_path) == "(not measured yet)"
+    assert charts.measured_ratio("batch_size", "step, ms", [1], [8], results=tmp_path) == "(not measured yet)"
     assert "<svg" not in peers.peer_chart(tmp_path)
 
 
@@ -269,6 +270,8 @@ def test_sentences_beside_a_chart_have_the_tables_slope_and_crossing(tmp_path: P
     ).save(tmp_path)
     assert charts.rows_at_crossing(tmp_path) == "50"
     assert charts.measured_slope("batch_size", "ms", tmp_path) == "0.5"
+    assert charts.measured_ratio("batch_size", "ms", [1], [9], results=tmp_path) == "×1.40"
+    assert charts.measured_ratio("batch_size", "ms", [1], [8], results=tmp_path) == "(not measured yet)"
 
 
 def test_linear_axes_begin_at_0_and_have_equal_steps() -> None:

@@ -132,10 +132,10 @@ class _JsonReader(PartsReader):
         if not isinstance(value, dict) or value.get("name") not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters"))
-        if isinstance(arguments, str):
-            arguments = _loaded(arguments)
-        if arguments is None and self.takes_none:
+        if arguments in (None, "") and self.takes_none:
             arguments = {}
+        elif isinstance(arguments, str):
+            arguments = _loaded(arguments)
         return (value["name"], arguments) if isinstance(arguments, dict) else None
 
     def _arguments(self) -> bool:
