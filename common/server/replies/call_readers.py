@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from ast import literal_eval
 from collections.abc import Collection
 from typing import Any, ClassVar
@@ -215,8 +216,7 @@ class LlamaReader(_JsonReader):
 
 
 def _loaded(text: str) -> Any:
-    """Return the value of a JSON text. None if the text is not JSON, is `null`, is nested too deeply, or has a
-    number that no float can hold."""
+    """Return the value of a JSON text; None if the text is not JSON, is `null`, or is nested too deeply."""
     try:
         return _parsed(text)
     except ValueError:
@@ -329,14 +329,24 @@ def _named_values(arguments: list[str]) -> dict[str, Any] | None:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text. Raises ValueError if it is not JSON."""
+    return _finite(from_json(text, allow_inf_nan=False))
 
-    Raises:
-        ValueError: the text is not JSON, or has a number that no float can hold.
+
+def _finite(value: Any) -> Any:
+    """Return a value with the largest float in place of numbers that no float can hold.
+
+    `1e999` is valid in JSON and in Python. It is read as infinity, which JSON cannot express.
     """
-    value = from_json(text, allow_inf_nan=False)
-    json.dumps(value, allow_nan=False)  # `from_json` reads 1e999 as infinity, which JSON cannot express
-    return value
+    match value:
+        case float():
+            return max(-sys.float_info.max, min(value, sys.float_info.max))
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case _:
+            return value
 
 
 def _value(text: str) -> Any:
@@ -351,9 +361,7 @@ def _value(text: str) -> Any:
     except ValueError:
         value = literal_eval(text)
     try:
-        return from_json(
-            json.dumps(value, allow_nan=False)
-        )  # joins a pair of surrogates, such as '\ud83d\ude00'
+        return from_json(json.dumps(_finite(value)))  # joins a pair of surrogates, such as '\ud83d\ude00'
     except TypeError as error:  # bytes, sets, complex numbers
         raise ValueError(str(error)) from None
 
