@@ -20,7 +20,7 @@ from common.errors import InvalidRequestError, StartupError
 from common.phases import PhasePackage, find_phase, phase_names
 from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 
-PAUSED_S = 0.01
+PAUSED_S = 0.01  # between two looks at an engine that another thread has paused
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]

@@ -120,8 +120,7 @@ def log_end(
         f"the first after {first_s:.3f} s" if first_s is not None else "",
         f"longest gap {gap_s:.3f} s" if gap_s is not None else "",
         f"{rate:.1f} tokens/s" if rate is not None else "",
-        f"from {client}" if client else "",
-        f"request {request_id!r}" if request_id else "",
+        *_origin(client, request_id),
         f"user {user!r}" if user else "",
         "ended: " + " and ".join(_counted(ending, count, len(streams)) for ending, count in endings.items()),
     ]
@@ -185,7 +184,7 @@ def log_refusal(
         status,
         refusal.code,
         refusal.message,
-        _origin(client, request_id),
+        "".join(f", {part}" for part in _origin(client, request_id)),
     )
     fields = {"status": status, "code": refusal.code, "param": refusal.param, "client": client}
     extra = {FIELDS: fields | {"request_id": request_id}}
@@ -197,14 +196,15 @@ def log_refusal(
 
 def log_departure(client: str | None = None, request_id: str | None = None) -> None:
     """Log that a client left before its request was submitted, while its body was read, validated or tokenized."""
-    origin = _origin(client, request_id)
+    origin = "".join(f", {part}" for part in _origin(client, request_id))
     fields = {"client": client, "request_id": request_id}
     logger.info("dropped: %s before its request was taken in%s", CLIENT_LEFT, origin, extra={FIELDS: fields})
 
 
-def _origin(client: str | None, request_id: str | None) -> str:
-    """Return the end of a log line: the client's address and the request's id, so far as they are known."""
-    return (f", from {client}" if client else "") + (f", request {request_id!r}" if request_id else "")
+def _origin(client: str | None, request_id: str | None) -> list[str]:
+    """Return the parts of a log line that say where a request comes from: the client's address and the request's
+    id, so far as they are known."""
+    return [f"from {client}"] * bool(client) + [f"request {request_id!r}"] * bool(request_id)
 
 
 class Pulse:
