@@ -159,9 +159,7 @@ class Request:
     cached_tokens: int = field(default=0, init=False)  # `prefill_start` before anything is computed
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # from the second token on
     preemptions: int = field(default=0, init=False)  # how often it was preempted
-    recomputes: bool = field(
-        default=False, init=False
-    )  # was preempted after some of its tokens were computed
+    recomputes: bool = field(default=False, init=False)  # was preempted after tokens of it were computed
     inflight_refs: int = field(default=0, init=False)  # number of steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
     drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
