@@ -205,6 +205,20 @@ def test_too_many_bodies_wait(strict: LocalServer, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before the bytes are read")
+def have_all_left(server: LocalServer) -> bool:
+    """Return whether the server knows of each client that has connected that it has left."""
+    loop = server.http._loop
+    assert loop is not None
+
+    async def asked() -> bool:
+        connections = list(server.http.server_state.connections)
+        return all(
+            connection._client_left() for connection in connections if isinstance(connection, Connection)
+        )
+
+    return asyncio.run_coroutine_threadsafe(asked(), loop).result(HANG_S)
+
+
 def test_clients_that_leave_while_their_bodies_wait(strict: LocalServer) -> None:
     with contextlib.ExitStack() as clients:
         with rate_used_up(strict) as bodies:
@@ -213,6 +227,7 @@ def test_clients_that_leave_while_their_bodies_wait(strict: LocalServer) -> None
             eventually(lambda: bodies._waiting == Bodies.MOST_WAITING)
             before_s = bodies._paid_until_s
             clients.close()
+            eventually(lambda: have_all_left(strict))  # the ends of connections may arrive a moment later
         eventually(lambda: not bodies._waiting)
     eventually(lambda: not strict.http.server_state.connections)
     assert bodies._paid_until_s == before_s, "their bytes use no rate"
