@@ -108,9 +108,9 @@ def test_the_glossary_defines_each_word_once() -> None:
     terms = []
     for page in ("glossary.md", "metrics.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        terms += [
-            term for line in re.findall(r"^(.+)\n:   ", text, re.MULTILINE) for term in line.split(", ")
-        ]
+        found = re.findall(r"^(.+)\n:   ", text, re.MULTILINE)
+        assert len(found) == text.count(":   ")  # a term and its definition on one line would be a paragraph
+        terms += [term for line in found for term in line.split(", ")]
     assert len(terms) == len(set(terms))
 
 
