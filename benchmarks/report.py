@@ -111,7 +111,7 @@ LINES: Sequence[Line] = (
     Line("errors", _client(lambda m: float(m.errors)), _number, "low"),
     Line("arrivals / s", _arrival_rate, lambda v: f"{v:.3g}"),
     Line("engine steps", _server("steps"), _number),
-    Line("mean batch", _server("mean_batch"), lambda v: f"{v:.2f}", "high"),
+    Line("mean batch", _server("mean_batch"), lambda v: f"{v:.2f}"),
     Line("wasted work", _server("padded_share"), _share, "low"),
     Line("guessed tokens", _guessed_share, _share),
     Line("KV used, mean tokens", _server("kv_used_mean"), _number),

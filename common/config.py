@@ -64,7 +64,10 @@ class EngineConfig(BaseModel):
         f"{DEFAULT_MAX_SEQ_LEN}",
     )
     max_waiting_requests: int = Field(
-        default=64, ge=1, description="most requests in the queue; further ones are answered 503"
+        default=64,
+        ge=1,
+        description="most requests in the queue (from phase 5 on, one more for each free seat); further ones are "
+        "answered 503",
     )
     request_timeout: float | None = Field(
         default=None,

@@ -133,7 +133,7 @@ def peers_tables(results: Path = RESULTS) -> str:
     return "\n".join(
         folded(
             f"{workload}: {', '.join(group.labels)}",
-            f"{setup_of(group)}\n\n{group_table(group, lines)}",
+            f"{setup_of(group)}\n\n{group_table(group, lines)}{unmeasured(group)}",
         )
         for (workload, *_), group in sorted(found.items(), key=lambda item: item[0])
     )
@@ -287,6 +287,15 @@ def values_of(group: Together, line: Line) -> list[Value]:
 def group_table(group: Together, lines: Sequence[Line]) -> str:
     """Return a table with a column for each server, and ratios to the server that each is compared with."""
     return table(["metric", *group.labels], _measured(group, lines, bases_of(columns_of(group.runs))))
+
+
+def unmeasured(group: Together) -> str:
+    """Return a sentence for each server that has no complete run, with the reason of its first run."""
+    return "".join(
+        f"\n{repeats[0].server.label} has no complete run: {repeats[0].reason}.\n"
+        for repeats in columns_of(group.runs)
+        if not _complete(repeats)
+    )
 
 
 def turned_table(group: Together, titles: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from docs.building.results import (
     measured_table,
     missing,
     setup_of,
+    unmeasured,
 )
 
 Entry = dict[str, Any]
@@ -284,7 +285,8 @@ def _others(group: Together, labels: Sequence[str], first: str, root: str, folde
 
 
 def _all_servers(group: Together) -> str:
-    return group_table(group, [line for line in LINES if line.title in HEADLINES])
+    lines = [line for line in LINES if line.title in HEADLINES]
+    return group_table(group, lines) + unmeasured(group)
 
 
 def _shown_first(entries: Sequence[Entry], first: str) -> str:

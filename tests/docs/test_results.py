@@ -100,6 +100,7 @@ def test_results_become_tables_with_ratios_and_losses(tmp_path: Path) -> None:
     assert "median of 3 runs" in table
     assert "| TTFT p99 | 2.00 s | 500 ms | ×0.25 | better |" in table
     assert "| TTFT p99 | 2.00 s | **500 ms**  ×0.25 | – |" in rest(tmp_path)
+    assert "phase 6 has no complete run: the server fell over." in rest(tmp_path)
     shown = ledger.ledger(tmp_path)
     assert "7 runs in 1 comparisons" in shown
     assert "phase 5 is worse than what it is compared to: ITL p99 ×1.25" in shown
