@@ -29,11 +29,17 @@ def copy_of(exercise: Exercise, tree: Path) -> Path:
     return tree
 
 
-def by_hints(exercise: Exercise) -> Exercise:
-    """Return the exercise with only those tests that its hints need."""
-    asked = set().union(*(hint.fails | hint.holds for hint in exercise.hints))
+def up_to_hint(exercise: Exercise, says: str) -> Exercise:
+    """Return the exercise with only those tests that decide whether a hint is given: its own and earlier hints'.
+
+    Args:
+        exercise: the whole exercise.
+        says: how the hint begins.
+    """
+    place = next(i for i, hint in enumerate(exercise.hints) if hint.says.startswith(says))
+    asked = set().union(*(hint.fails | hint.holds for hint in exercise.hints[: place + 1]))
     tests = [test for idea in exercise.ideas for test in idea.tests if test.rpartition("::")[2] in asked]
-    return dataclasses.replace(exercise, ideas=(Idea("all that hints ask for", tuple(tests)),))
+    return dataclasses.replace(exercise, ideas=(Idea("all that decides the hint", tuple(tests)),))
 
 
 def half_right(half: dict[str, Any], text: str) -> str:
@@ -84,7 +90,7 @@ def test_a_half_right_solution_gets_its_hint(
     exercise = load_exercise(half["exercise"])
     path = copy_of(exercise, tmp_path) / half["file"]
     path.write_text(half_right(half, path.read_text()))
-    judgement = judge(by_hints(exercise), tmp_path)
+    judgement = judge(up_to_hint(exercise, half["hint"]), tmp_path)
     assert not judgement.all_hold
     assert hint_for(exercise, judgement).startswith(half["hint"]), report(exercise, judgement)
 
