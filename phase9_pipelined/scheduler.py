@@ -47,10 +47,6 @@ class PipelinedScheduler(PrefixScheduler):
         self._out_of_room = self.in_flight
         return [] if self._out_of_room else super()._make_way(request)
 
-    def admit(self, pool: SchedulerPool) -> None:
-        if not self._out_of_room:  # free memory goes to the active requests that wait for it
-            super().admit(pool)
-
     def plan(self) -> StepPlan:
         if self._out_of_room:
             return StepPlan()

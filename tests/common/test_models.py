@@ -19,7 +19,8 @@ import common.kv
 from common.errors import StartupError
 from common.generate import generate
 from common.kv import Span
-from common.models.layers import CausalLM, Linear, TokenBatch
+from common.models.config import RopeConfig
+from common.models.layers import CausalLM, Linear, RotaryTable, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
 from kernels import native
@@ -181,6 +182,14 @@ def test_a_config_of_transformers_4_gives_the_same_model(
     assert not {"rope_parameters", "dtype", "layer_types"} & set(old)
     write_config(tmp_path, old)
     assert open_checkpoint(str(tmp_path)).config == config
+
+
+def test_row_p_of_the_rotary_table_has_the_angles_of_position_p() -> None:
+    table = RotaryTable(RopeConfig(10_000.0), head_dim=4, max_positions=3)
+    table.fill()
+    angles = torch.tensor([[0.0, 0.0], [1.0, 0.01], [2.0, 0.02]])
+    torch.testing.assert_close(table.cos, angles.cos())
+    torch.testing.assert_close(table.sin, angles.sin())
 
 
 @EVERY_ZOO_MODEL

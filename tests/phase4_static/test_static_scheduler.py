@@ -134,6 +134,15 @@ def test_without_a_timeout_no_request_waits() -> None:
 # ---------------------------------------------------------------------- and stays whole
 
 
+def test_a_batch_that_is_not_full_takes_no_more_requests_once_it_runs() -> None:
+    bench = bench_of(size=4)
+    bench.add(3, 3)
+    bench.clock.advance(WAIT_S)
+    assert bench.begin() == ["r0", "r1"]
+    bench.add(3, 3, 3, 3)
+    assert bench.begin() == ["r0", "r1"]
+
+
 def test_a_batch_stays_until_its_last_member_is_done(bench: Bench) -> None:
     first, second = bench.add(3, 3)
     bench.add(3, 3)

@@ -39,6 +39,15 @@ def test_a_finished_request_leaves_in_the_next_step_and_the_first_waiting_one_ge
     assert bench.waiting == []
 
 
+def test_requests_that_end_in_the_same_step_leave_together(variant: Variant) -> None:
+    bench = variant.bench(max_batch_size=4, max_seq_len=16)
+    requests = bench.add(*[3] * 8)
+    bench.step()
+    for request in requests[:3]:
+        request.finish("length")
+    assert bench.step() == (["r3"], [("r4", 0, 3), ("r5", 0, 3), ("r6", 0, 3)])
+
+
 def test_no_more_than_the_batch_run(bench: Bench) -> None:
     bench.add(*[3] * 7)
     bench.step()

@@ -46,6 +46,15 @@ def test_at_least_the_last_token_is_computed(length: int, found: int) -> None:
     assert_all_free(engine)
 
 
+def test_a_request_for_its_prompts_scores_computes_the_whole_prompt() -> None:
+    engine = engine_of()
+    add(engine, SYSTEM, greedy(1))
+    run(engine)
+    scored, friend = (add(engine, own(1), greedy(1, prompt_logprobs=top)) for top in (0, None))
+    engine.scheduler.admit(engine.runner.pool)
+    assert (scored.cached_tokens, friend.cached_tokens) == (0, 24)
+
+
 def test_a_second_turn_begins_after_the_first_ones_answer() -> None:
     engine = engine_of()
     first = add(engine, own(1), greedy(10))

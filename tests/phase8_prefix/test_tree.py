@@ -88,6 +88,15 @@ def test_what_somebody_uses_is_not_evicted() -> None:
     assert list(tree.walk()) == []
 
 
+def test_an_unused_path_that_is_inserted_again_is_in_use() -> None:
+    tree = tree_of([1, 2, 3, 4])
+    path = tree.insert([1, 2, 3, 4], [5, 6])
+    assert blocks(path) == [0, 1]
+    assert tree.evict(2) == []
+    tree.release(path)
+    assert tree.evict(2) == [1, 0]
+
+
 def test_the_least_recently_used_goes_first() -> None:
     tree = tree_of([1, 1], [2, 2], [3, 3])
     path = tree.match([1, 1])
