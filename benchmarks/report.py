@@ -231,7 +231,7 @@ def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
 
 def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Value]]) -> Text:
     """Return a sentence with the metrics in which server `after` is better or worse than server `before`, by more
-    than `ALIKE`."""
+    than `ALIKE`. If one of them has no complete run, the sentence says so."""
     better: list[str] = []
     worse: list[str] = []
     for line, old, new in values:
@@ -240,6 +240,9 @@ def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Val
         change = f"{line.title} ({line.show(old)} → {line.show(new)})"
         (worse if line.is_worse(old, new) else better).append(change)
     said = Text(f"{after} against {before}: ", style="bold")
+    for label, column in ((before, 1), (after, 2)):
+        if all(row[column] is None for row in values):
+            return said.append(f"not compared, since {label} has no complete run.", style="not bold")
     if not (better or worse):
         return said.append(f"nothing differs by more than {ALIKE:.0%}.", style="not bold")
     if better:
@@ -311,6 +314,8 @@ def _notes(runs: Sequence[Run], *first: str) -> Text:
         f"median of {repeats} runs" if repeats > 1 else "one run",
         *first,
     ]
+    if runs[0].workload.quick:
+        said.append("a quick comparison: by chance, even two equal servers may differ by more than 10%")
     if shares:
         said.append(f"load generator: {max(shares):.0%} of a core at most")
     if about_guesses := repetition(runs):

@@ -65,12 +65,19 @@ class ForwardPass:
             failure fail.
         padded_tokens: tokens that only pad prompts to the longest prompt (phase 4).
         idle_rows: decode rows of requests that have ended (phase 4).
+
+    Raises:
+        ValueError: there are no shares.
     """
 
     shares: tuple[PassShare, ...]
     splittable: bool = True
     padded_tokens: int = 0
     idle_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.shares:
+            raise ValueError("a pass needs the part of at least one sequence")
 
     def sampled_rows(self) -> tuple[tuple[Request, ...], list[int]]:
         """Return the request of each row whose logits choose a token, and the indices of these rows in the pass."""

@@ -12,9 +12,11 @@ Nothing is imported from the project here, because a module that is imported alr
 
 from __future__ import annotations
 
+import functools
 import linecache
 import logging
 import os
+import re
 import runpy
 import sys
 import threading
@@ -22,9 +24,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("tutor")
@@ -51,6 +53,56 @@ class Place(NamedTuple):
         return self.file_and_line + (f", in {self.function}" if self.function else "")
 
 
+class ReturnedNoneError(TypeError):
+    """A function of the learner's returned None, which its annotation does not allow: often a `return` is missing.
+
+    Attributes:
+        place: the line that defines the function.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__(f"{function.__qualname__} returned None, not {function.__annotations__['return']}")
+        code = function.__code__
+        text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+        self.place = Place(code.co_filename, code.co_firstlineno, function.__name__, text)
+
+
+def check_results(module: ModuleType) -> None:
+    """Let a module's functions and methods raise `ReturnedNoneError` if they return None against their annotation.
+
+    Functions that the module imports, and those without an annotation, stay as they are.
+    """
+    for owner in (module, *(each for each in vars(module).values() if isinstance(each, type))):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, FunctionType) and _forbids_none(value, module):
+                setattr(owner, name, _checked(value))
+
+
+def _forbids_none(function: FunctionType, module: ModuleType) -> bool:
+    returned = function.__annotations__.get("return", "None")
+    own = function.__code__.co_filename == module.__file__
+    return own and not re.search(r"\b(None|Optional|Any|object|NoReturn|Never)\b", str(returned))
+
+
+def _checked(function: FunctionType) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        if result is None:
+            raise ReturnedNoneError(function)
+        return result
+
+    return call
+
+
+class CheckingLoader(SourceFileLoader):
+    """Loads a learner's module, whose functions then check what they return (`check_results`)."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        check_results(module)
+
+
 class Overlay(MetaPathFinder):
     """Finds modules below a learner's folder. It comes before Python's own finders."""
 
@@ -65,8 +117,11 @@ class Overlay(MetaPathFinder):
     ) -> ModuleSpec | None:
         *parents, _ = name.split(".")
         found = PathFinder.find_spec(name, [str(self.tree.joinpath(*parents))], target)
-        # A spec without a location is a folder: then the package is the project's.
-        return found if found is not None and found.has_location else None
+        if found is None or not found.has_location:
+            return None  # without a location, it is a folder: then the package is the project's
+        if type(found.loader) is SourceFileLoader:
+            found.loader = CheckingLoader(found.loader.name, found.loader.path)
+        return found
 
 
 def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
@@ -98,10 +153,14 @@ def install(tree: Path, watch: ErrorWatcher | None = None) -> None:
 
 
 def place_in(folder: Path, error: BaseException) -> Place | None:
-    """Return the last line, in files below `folder`, that an error passed through; for a syntax error, its line.
+    """Return the last line, in files below `folder`, that an error passed through.
+
+    For a syntax error, it is the line of the error; for `ReturnedNoneError`, the function's first line.
 
     If there is none, returns the line of the error's cause, and so on. Returns None if no cause has such a line.
     """
+    if isinstance(error, ReturnedNoneError) and _is_below(folder, error.place.file):
+        return error.place
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_relative_to(folder):
         return Place(error.filename, error.lineno or 0, "", (error.text or "").strip())
     frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_below(folder, each.filename)]
@@ -179,6 +238,7 @@ def main(arguments: Sequence[str]) -> int:
     install(Path(tree).resolve())
     os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files
     threading.Thread(target=CallWatch(Path(tree).resolve()).run, name="call watch", daemon=True).start()
+    print(f"with the files in {os.path.relpath(tree)}", file=sys.stderr)
     sys.argv = [module, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tutor.overlay import in_words, install, place_in
+from tutor.overlay import ReturnedNoneError, in_words, install, place_in
 
 if TYPE_CHECKING:  # a module that is imported before `install` cannot be replaced by the learner's
     from common.request import Request
@@ -71,6 +71,8 @@ def _note(error: BaseException) -> None:
 
 def _raised_by_a_test(error: BaseException) -> bool:
     """Return whether the error's first cause was raised by a test's code, not by the learner's."""
+    if isinstance(error, ReturnedNoneError):
+        return False
     while error.__cause__ is not None:
         error = error.__cause__
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]

@@ -132,6 +132,16 @@ def test_the_summary_says_what_a_phase_won_and_lost() -> None:
     )
     assert "phase 6 against phase 5: nothing differs by more than 10%." in said
     assert "phase 4 against" not in said
+    assert "quick comparison" not in said
+
+
+def test_a_server_that_failed_is_not_compared() -> None:
+    runs = [make_run("phase 5", 5), make_run("phase 5, yours", 5.5)]
+    runs[1].status, runs[1].reason, runs[1].metrics = "failed", "it fell over", None
+    runs[0].workload.quick = True
+    said = " ".join(in_80_columns(runs).split())
+    assert "phase 5, yours against phase 5: not compared, since phase 5, yours has no complete run." in said
+    assert "even two equal servers may differ" in said
 
 
 def test_the_best_values_of_the_summary_are_marked_without_colours() -> None:

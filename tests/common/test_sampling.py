@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -194,6 +195,16 @@ def check_the_kernel(
         check_against_the_oracle(rows, seed, spread, endless)
 
 
+def asked_for(params: SamplingParams) -> dict[str, object]:
+    """Return the parameters that a request names."""
+    default = SamplingParams()
+    return {
+        field.name: value
+        for field in dataclasses.fields(params)
+        if (value := getattr(params, field.name)) != getattr(default, field.name)
+    }
+
+
 def check_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
@@ -213,7 +224,8 @@ def check_against_the_oracle(
         expected, margin = plain_sample(values, request, request.next_uniform(), allowed)
         assert chosen in allowed or chosen == NOT_A_TOKEN == expected
         if request.params.greedy or margin > 1e-5:
-            assert chosen == expected
+            settings_of_row = asked_for(request.params)  # shown if the assertion fails
+            assert (chosen, settings_of_row) == (expected, settings_of_row)
         elif likely:
             # Rounding in float32 may move the cut of top-p or min-p by one token, which is no error.
             assert chosen in likely or request.params.top_p < 1.0 or request.params.min_p > 0.0

@@ -10,6 +10,7 @@ import torch
 
 from common.kv import KVView
 from common.models.layers import CausalLM
+from common.runner import ForwardPass
 from kernels.attention_layout import AttentionLayout
 from tests.engine_helpers import (
     RememberingModel,
@@ -21,6 +22,11 @@ from tests.engine_helpers import (
     greedy,
     run,
 )
+
+
+def test_a_pass_has_at_least_one_sequence() -> None:
+    with pytest.raises(ValueError, match="at least one sequence"):
+        ForwardPass(())
 
 
 def test_newcomers_are_prefilled_in_one_pass_without_padding(variant: Variant) -> None:

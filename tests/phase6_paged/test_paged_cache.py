@@ -127,11 +127,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(blocks=st.integers(1, 24), block_size=st.integers(1, 8), seed=st.integers(0, 99))
     def start(self, blocks: int, block_size: int, seed: int) -> None:
-        self.pool = pool_of(blocks, block_size, max_seq_len=max(2, blocks * block_size))
-        shuffle_free_blocks(self.pool, seed)
         self.held: dict[Request, int] = {}  # request -> the most tokens that it has reserved
         self.written: dict[Request, int] = {}
         self.free = blocks
+        self.pool = pool_of(blocks, block_size, max_seq_len=max(2, blocks * block_size))
+        shuffle_free_blocks(self.pool, seed)
 
     def pick(self, choice: int) -> Request:
         type(self).operations += 1
@@ -217,6 +217,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(self.pool.block_table(owner.slot)) == self.pool.blocks_for(tokens)
 
     def teardown(self) -> None:
+        if not self.operations:  # `start` failed, and its error is the one to report
+            return
         for owner in self.held:
             self.pool.release(owner)
         assert_consistent(self.pool)

@@ -18,13 +18,23 @@ import torch
 from fastapi.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from common.errors import EngineDeadError
 from common.phases import find_phase
 from common.server.logs import FIELDS, JsonLines
 from common.server.middleware import AnswerErrors
 from common.server.options import read_options
 from common.server.service import fingerprint_of
+from common.worker import EngineWorker
 from tests.engine_helpers import build, tiny_model
-from tests.server.support import HANG_S, ServerProcess, app_with, assert_error, eventually, in_background
+from tests.server.support import (
+    HANG_S,
+    LocalServer,
+    ServerProcess,
+    app_with,
+    assert_error,
+    eventually,
+    in_background,
+)
 
 PHASE = "phase5_continuous"
 
@@ -273,6 +283,16 @@ def test_all_that_a_server_says_from_its_start_to_its_end() -> None:
         ended = subprocess.run(second, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 1
         assert "no/such/model/anywhere" in json_lines(ended.stderr)[-1]["message"]
+
+
+@pytest.mark.parametrize("dead", [None, EngineDeadError("it failed while it started")])
+def test_a_server_is_ready_only_if_its_engine_works(
+    dead: EngineDeadError | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineWorker, "dead", dead)
+    with caplog.at_level(logging.INFO), LocalServer(PHASE) as server:
+        assert server.client.get("/health").status_code == (200 if dead is None else 503)
+    assert ("ready" in caplog.messages) == (dead is None)
 
 
 def test_a_fingerprint_tells_phases_models_and_types_apart() -> None:

@@ -283,6 +283,19 @@ except ZeroDivisionError as error:
 """
 
 
+#: A module whose functions all return None; only one of them may not.
+FORGETFUL = """\
+def may() -> "int | None": ...
+def nothing() -> "None": ...
+def free(): ...
+
+
+class A:
+    def plan(self) -> "int":
+        42
+"""
+
+
 def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path) -> None:
     """Modules that the tree lacks come from the project. Errors that are logged in any way name file and line."""
     (tmp_path / "phase5_continuous").mkdir()
@@ -304,10 +317,15 @@ def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path)
     [
         ("def broken(:\n", "program.py:1: SyntaxError: "),
         ("\nnothing\n", "program.py:2, in <module>: NameError"),
+        (
+            "import mine\n\nassert mine.may() is mine.nothing() is mine.free() is None\nmine.A().plan()\n",
+            "mine.py:7, in plan: ReturnedNoneError: A.plan returned None, not int",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_run_is_named(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(text)
+    (tmp_path / "mine.py").write_text(FORGETFUL)
     command = [sys.executable, "-m", "tutor.overlay", str(tmp_path), "program"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
