@@ -37,7 +37,8 @@ class Hint:
     """A hint for a solution that is half right.
 
     Attributes:
-        fails, holds: names of test functions. The hint fits if all of `fails` fail and all of `holds` pass.
+        fails, holds: names of test functions. The hint fits if all of `fails` fail, if all of `holds` pass, and if
+            no test before the first of `fails` fails.
         says: the hint.
     """
 
@@ -45,8 +46,14 @@ class Hint:
     holds: frozenset[str]
     says: str
 
-    def fits(self, failed: set[str], held: set[str]) -> bool:
-        return self.fails <= failed and self.holds <= held
+    def fits(self, failed: list[str], held: set[str]) -> bool:
+        """Return whether the hint explains the first failed test.
+
+        Args:
+            failed: names of the test functions that failed, in the order of the exercise's ideas.
+            held: names of the test functions that passed.
+        """
+        return failed[0] in self.fails and self.fails <= set(failed) and self.holds <= held
 
 
 @dataclass(frozen=True, slots=True)

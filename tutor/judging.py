@@ -147,12 +147,21 @@ def _of_idea(idea: Idea, judgement: Judgement, width: int, seen: set[str]) -> It
 def hint_for(exercise: Exercise, judgement: Judgement) -> str:
     """Return the first hint that fits; "" if none does.
 
-    A hint explains why the tests in its `fails` fail. If the learner's code raised an error in each of these tests,
-    the errors explain that, and the hint is left out.
+    A hint explains the first failed test of the report. A mistake often makes tests of later ideas fail, too, so a
+    hint for a later test would point away from the mistake.
+
+    If the learner's code raised an error in each of the tests in a hint's `fails`, the errors explain that, and the
+    hint is left out.
     """
-    failed, held, raised = (
-        {test.rpartition("::")[2] for test in tests}
-        for tests in (judgement.failed, judgement.held, judgement.raised)
-    )
+    tests = [test for idea in exercise.ideas for test in idea.tests]
+    failed = [_function(test) for test in tests if test in judgement.failed]
+    held, raised = (set(map(_function, each)) for each in (judgement.held, judgement.raised))
+    if not failed:
+        return ""
     fitting = (each for each in exercise.hints if each.fits(failed, held) and not each.fails <= raised)
     return next((hint.says for hint in fitting), "")
+
+
+def _function(test: str) -> str:
+    """Return the name of a test's function: `test_y` of `tests/…/test_x.py::test_y`."""
+    return test.rpartition("::")[2]

@@ -12,13 +12,16 @@ import pytest
 
 from tutor.emptying import set_up
 from tutor.exercise import ROOT, Exercise, Idea, exercise_names, load_exercise
-from tutor.judging import hint_for, judge, report
+from tutor.judging import Judgement, hint_for, judge, report
 
 NAMES = exercise_names()
 
 
 #: Solutions with a mistake, by name.
-HALF_RIGHT: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("half_right.toml").read_text())
+SOLUTIONS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("half_right.toml").read_text())
+HALF_RIGHT = {name: each for name, each in SOLUTIONS.items() if "hint" in each}
+#: Solutions for which a hint would be wrong.
+UNLIKE = {name: each for name, each in SOLUTIONS.items() if "not" in each}
 
 
 def copy_of(exercise: Exercise, tree: Path) -> Path:
@@ -30,16 +33,23 @@ def copy_of(exercise: Exercise, tree: Path) -> Path:
 
 
 def up_to_hint(exercise: Exercise, says: str) -> Exercise:
-    """Return the exercise with only those tests that decide whether a hint is given: its own and earlier hints'.
+    """Return the exercise with only those tests that decide whether a hint is given.
+
+    These are all tests up to the first that the hint explains, and the tests that the hint names. An earlier hint
+    that explains the same first test would be given instead, so its tests are among them, too.
 
     Args:
         exercise: the whole exercise.
         says: how the hint begins.
     """
     place = next(i for i, hint in enumerate(exercise.hints) if hint.says.startswith(says))
-    asked = set().union(*(hint.fails | hint.holds for hint in exercise.hints[: place + 1]))
-    tests = [test for idea in exercise.ideas for test in idea.tests if test.rpartition("::")[2] in asked]
-    return dataclasses.replace(exercise, ideas=(Idea("all that decides the hint", tuple(tests)),))
+    tests = [test for idea in exercise.ideas for test in idea.tests]
+    names = [test.rpartition("::")[2] for test in tests]
+    first = next(i for i, name in enumerate(names) if name in exercise.hints[place].fails)
+    rivals = [hint for hint in exercise.hints[: place + 1] if names[first] in hint.fails]
+    asked = set(names[:first]).union(*(hint.fails | hint.holds for hint in rivals))
+    kept = tuple(test for test, name in zip(tests, names, strict=True) if name in asked)
+    return dataclasses.replace(exercise, ideas=(Idea("all that decides the hint", kept),))
 
 
 def half_right(half: dict[str, Any], text: str) -> str:
@@ -48,6 +58,19 @@ def half_right(half: dict[str, Any], text: str) -> str:
         assert text.count(change["from"]) == 1, f"the original has changed: {change['from']!r}"
         text = text.replace(change["from"], change["to"])
     return text
+
+
+def judged_up_to_hint(half: dict[str, Any], says: str, tree: Path) -> tuple[Exercise, Judgement]:
+    """Write a half-right solution to `tree`, and run the tests that decide whether it gets a hint.
+
+    Returns the whole exercise and the results.
+    """
+    exercise = load_exercise(half["exercise"])
+    path = copy_of(exercise, tree) / half["file"]
+    path.write_text(half_right(half, path.read_text()))
+    judgement = judge(up_to_hint(exercise, says), tree)
+    assert judgement.failed
+    return exercise, judgement
 
 
 @pytest.mark.slow
@@ -85,14 +108,20 @@ def test_the_emptied_tree_says_what_it_owes(
 def test_a_half_right_solution_gets_its_hint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 10)  # some of these solutions never end
-    half = HALF_RIGHT[name]
-    exercise = load_exercise(half["exercise"])
-    path = copy_of(exercise, tmp_path) / half["file"]
-    path.write_text(half_right(half, path.read_text()))
-    judgement = judge(up_to_hint(exercise, half["hint"]), tmp_path)
-    assert not judgement.all_hold
-    assert hint_for(exercise, judgement).startswith(half["hint"]), report(exercise, judgement)
+    monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 20)  # some of these solutions never end
+    exercise, judgement = judged_up_to_hint(HALF_RIGHT[name], HALF_RIGHT[name]["hint"], tmp_path)
+    said = hint_for(exercise, judgement)
+    assert said.startswith(HALF_RIGHT[name]["hint"]), report(exercise, judgement)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNLIKE)
+def test_another_mistake_does_not_get_the_hint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 20)
+    exercise, judgement = judged_up_to_hint(UNLIKE[name], UNLIKE[name]["not"], tmp_path)
+    assert not hint_for(exercise, judgement).startswith(UNLIKE[name]["not"]), report(exercise, judgement)
 
 
 def test_every_hint_has_a_half_right_solution_that_fits_the_original() -> None:
@@ -100,7 +129,7 @@ def test_every_hint_has_a_half_right_solution_that_fits_the_original() -> None:
         hints = [hint.says for hint in load_exercise(name).hints]
         given = [half["hint"] for half in HALF_RIGHT.values() if half["exercise"] == name]
         assert [sum(says.startswith(hint) for hint in given) for says in hints] == [1] * len(hints)
-    for half in HALF_RIGHT.values():
+    for half in SOLUTIONS.values():
         half_right(half, (ROOT / half["file"]).read_text())
 
 

@@ -206,6 +206,9 @@ def test_a_judgement_in_words() -> None:
     assert hint_for(exercise, half) == hint.says
     assert hint.says in " ".join(said.split())
 
+    earlier = dataclasses.replace(half, held=half.held - {tests[0]}, failed={**half.failed, tests[0]: why})
+    assert hint_for(exercise, earlier) == "", "the hint explains a later test than the first that fails"
+
     error = dataclasses.replace(half, raised={wrong})
     assert hint_for(exercise, error) == "", "the error is the explanation"
 
