@@ -204,7 +204,6 @@ def test_too_many_bodies_wait(strict: LocalServer, monkeypatch: pytest.MonkeyPat
     assert strict.service.bodies._waiting == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before the bytes are read")
 def have_all_left(server: LocalServer) -> bool:
     """Return whether the server knows of each client that has connected that it has left."""
     loop = server.http._loop
@@ -219,6 +218,7 @@ def have_all_left(server: LocalServer) -> bool:
     return asyncio.run_coroutine_threadsafe(asked(), loop).result(HANG_S)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before the bytes are read")
 def test_clients_that_leave_while_their_bodies_wait(strict: LocalServer) -> None:
     with contextlib.ExitStack() as clients:
         with rate_used_up(strict) as bodies:
