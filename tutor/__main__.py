@@ -60,6 +60,7 @@ def check(exercise: Exercise, _: Sequence[str]) -> int:
 def serve(exercise: Exercise, more: Sequence[str]) -> int:
     """Serve the copy. Further options are the server's."""
     tree = exercise.written_tree()
+    print(f"serving {shown(tree)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "tutor.overlay", str(tree), exercise.serves, *more]
     os.execve(sys.executable, command, os.environ | dict(exercise.environment))
 

@@ -238,7 +238,6 @@ def main(arguments: Sequence[str]) -> int:
     install(Path(tree).resolve())
     os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files
     threading.Thread(target=CallWatch(Path(tree).resolve()).run, name="call watch", daemon=True).start()
-    print(f"with the files in {os.path.relpath(tree)}", file=sys.stderr)
     sys.argv = [module, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -74,5 +74,5 @@ def test_a_copy_is_drawn_beside_the_phases(exercise: Exercise) -> None:
 
 def test_a_copy_that_cannot_be_drawn_names_its_line(exercise: Exercise) -> None:
     change(exercise, "phase5_continuous/scheduler.py", "self._fill_seats(pool)", "self._fill_seats()")
-    with pytest.raises(StartupError, match=r"scheduler\.py:\d+, in admit: TypeError"):
+    with pytest.raises(StartupError, match=r"^\S+scheduler\.py:\d+, in admit: TypeError"):
         draw(exercise)
