@@ -232,6 +232,10 @@ def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
 def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Value]]) -> Text:
     """Return a sentence with the metrics in which server `after` is better or worse than server `before`, by more
     than `ALIKE`. If one of them has no complete run, the sentence says so."""
+    said = Text(f"{after} against {before}: ", style="bold")
+    for label, column in ((before, 1), (after, 2)):
+        if all(row[column] is None for row in values):
+            return said.append(f"not compared, since {label} has no complete run.", style="not bold")
     better: list[str] = []
     worse: list[str] = []
     for line, old, new in values:
@@ -239,10 +243,6 @@ def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Val
             continue
         change = f"{line.title} ({line.show(old)} → {line.show(new)})"
         (worse if line.is_worse(old, new) else better).append(change)
-    said = Text(f"{after} against {before}: ", style="bold")
-    for label, column in ((before, 1), (after, 2)):
-        if all(row[column] is None for row in values):
-            return said.append(f"not compared, since {label} has no complete run.", style="not bold")
     if not (better or worse):
         return said.append(f"nothing differs by more than {ALIKE:.0%}.", style="not bold")
     if better:

@@ -42,7 +42,8 @@ class PipelinedScheduler(PrefixScheduler):
         uses the requests' memory.
 
         Otherwise return an empty list. Then this step plans nothing and commits the oldest step in flight.
-        Requests that end with that commit may free enough memory.
+        Requests that end with that commit may free enough memory. The step admits no request either: a preemption
+        is needed only while no block or no seat is free.
         """
         self._out_of_room = self.in_flight
         return [] if self._out_of_room else super()._make_way(request)

@@ -227,7 +227,7 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # another process has begun to listen at the port while the model was loaded
             raise StartupError(f"cannot listen: {error.strerror}") from None
-        if self.service.worker.dead is None:
+        if self.service.worker.dead is None:  # an engine that fails this early has logged why
             logger.info(self.ready)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
