@@ -14,7 +14,7 @@ from common.graphs import graph_sizes
 from common.request import Request, SamplingParams
 from common.scheduling import StepPlan
 from common.streams import Pending, TapeStream, ThreadStream
-from common.warm_up import capture, record
+from common.warm_up import FEW_ROWS, capture, record
 from common.work_times import Work
 from kernels import native
 from kernels.tape import Function
@@ -121,11 +121,12 @@ class TimedStream(TapeStream):
         ({1: (8.1, 8), 2: (8.2, 8), 4: (10, 8)}, 2),
         ({1: (7, 8), 2: (8.5, 8)}, 1),
         ({1: (7, 8), 2: (31, 31)}, 1),
-        ({1: (7, 8), 2: (7, 8), 4: (7, 8), 8: (9, 9), 16: (12, 12)}, 16),
+        ({1: (7, 8), 2: (7, 8), 4: (7, 8), 8: (8.45, 8), 16: (8.65, 8)}, 8),  # 0.02 ms more for each row
+        (dict.fromkeys(FEW_ROWS, (9, 9)), FEW_ROWS[-1]),
     ],
 )
 def test_rows_are_few_while_the_host_gains_more(passes_ms: dict[int, tuple[float, float]], few: int) -> None:
-    runner = runner_of(zoo_engine())
+    runner = runner_of(zoo_engine(max_seq_len=160, num_blocks=160))
     runner.stream = stream = TimedStream(passes_ms)
     record(runner, stream)
     assert stream.few_rows == few
@@ -135,10 +136,19 @@ def test_rows_are_few_while_the_host_gains_more(passes_ms: dict[int, tuple[float
 def test_no_pass_is_longer_than_a_sequence_may_be() -> None:
     engine = zoo_engine(max_seq_len=3, max_batch_size=1)
     runner = runner_of(engine)
-    runner.stream = stream = TimedStream(dict.fromkeys((1, 2, 4, 8, 16), (7, 8)))
+    runner.stream = stream = TimedStream(dict.fromkeys(FEW_ROWS, (7, 8)))
     record(runner, stream)
     assert stream.few_rows == 2
     assert engine.telemetry.counters.failed_passes == 0
+
+
+@needs_native
+def test_no_pass_is_longer_than_passes_may_be() -> None:
+    """Memory is estimated for passes of a chunk and of the sequences that decode."""
+    runner = runner_of(zoo_engine(max_batch_size=2, prefill_chunk_size=8))
+    runner.stream = stream = TimedStream(dict.fromkeys(FEW_ROWS, (7, 8)))
+    record(runner, stream)
+    assert stream.few_rows == max(rows for rows in FEW_ROWS if rows <= runner.config.max_pass_tokens())
 
 
 @needs_native
