@@ -9,11 +9,13 @@ compares this record with the needs of the next step, and sends the difference:
 | --- | --- |
 | a length | the recorded length differs: passes with prompts or guesses advance no lengths on the device |
 | parameters and `UNIFORMS` random numbers | a request is new at its seat, or has used up its numbers |
+| penalties, and the tokens that they apply to | a request is new at its seat |
+| tokens that the device has not counted | the request has penalties, and its recorded length differs |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from common.request import Request
 from common.runner import PassShare
 from common.sampling_inputs import GREEDY, settings_of
 from kernels.draw import SETTINGS, SeatState
+from kernels.penalties import IN_PROMPT, NONE, SeatPenalties
 
 #: How many random numbers of a request the host sends at a time.
 UNIFORMS = 64
@@ -30,24 +33,27 @@ UNIFORMS = 64
 class DeviceSeats:
     """Holds the tensors on a device that decode steps read, with an entry for each seat (a place in the batch).
 
-    Also keeps the host's record of the device's `positions` and `settings`.
+    Also keeps the host's record of the device's `positions`, `settings` and `penalties`.
 
     Attributes:
         state: the tensors. Decode steps on a GPU write `latest` and `positions`, and `apply` writes `positions` and
             `settings`. After all other passes, sampling or the host writes `latest`.
+        penalties: written by `apply` and by decode steps on a GPU. None until a request with penalties decodes
+            there, since the counts take much memory.
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
         latest, positions = (torch.zeros(seats, dtype=torch.int64, device=device) for _ in range(2))
         settings = torch.zeros(seats, SETTINGS + UNIFORMS, dtype=torch.float64, device=device)
         self.state = SeatState(latest, positions, settings)
+        self.penalties: SeatPenalties | None = None
         self._vocab = vocab
         self.forget()
 
     def forget(self) -> None:
         """Treat the device's state as unknown, since work that should have written it has failed.
 
-        At each seat's next step, `changes` returns its position and settings, even if they are as before.
+        At each seat's next step, `changes` returns its whole state, even if it is as before.
         """
         seats = len(self.state.latest)
         self._columns: list[int | None] = [None] * seats
@@ -67,15 +73,26 @@ class DeviceSeats:
         moved: list[tuple[int, int]] = []
         new: list[int] = []
         settings: list[Sequence[float]] = []
+        replaced: list[int] = []
+        factors: list[Sequence[float]] = []
+        counted: list[tuple[int, int, int]] = []
+        if self.penalties is None and any(share.request.token_counts is not None for share in shares):
+            self.penalties = SeatPenalties.none(len(self._owners), self._vocab, self.state.latest.device)
         for share, seat in zip(shares, seats, strict=True):
             request, column = share.request, share.span.start
-            if self._columns[seat] != column:
+            before, is_new = self._columns[seat], self._owners[seat] is not request
+            if before != column:
                 moved.append((seat, column))
+            if self.penalties is not None:
+                if is_new:
+                    replaced.append(seat)
+                    factors.append(_factors_of(request))
+                counted += _uncounted(request, seat, None if is_new else before, column)
             self._columns[seat] = column + 1
             used_up = (
                 not request.params.greedy and not self._last[seat] - UNIFORMS < column <= self._last[seat]
             )
-            if self._owners[seat] is not request or used_up:
+            if is_new or used_up:
                 new.append(seat)
                 settings.append(self._settings_of(request, column))
                 self._owners[seat], self._last[seat] = request, column + UNIFORMS - 1
@@ -85,18 +102,30 @@ class DeviceSeats:
             torch.tensor(moved, dtype=torch.int64).view(-1, 2),
             torch.tensor(new, dtype=torch.int64),
             torch.tensor(settings, dtype=torch.float64).view(-1, self.state.settings.shape[1]),
+            torch.tensor(replaced, dtype=torch.int64),
+            torch.tensor(factors, dtype=torch.float64).view(-1, len(NONE)),
+            torch.tensor(counted, dtype=torch.int64).view(-1, 3),
         ]
 
-    def apply(self, moved: Tensor, new: Tensor, settings: Tensor) -> tuple[Tensor, ...]:
+    def apply(
+        self, moved: Tensor, new: Tensor, settings: Tensor, replaced: Tensor, factors: Tensor, counted: Tensor
+    ) -> tuple[Tensor, ...]:
         """Write changes to the state on the device. Returns no tensors.
 
         Args:
             moved: [m, 2] int64, seats and the columns of their latest tokens.
             new: [n] int64, seats whose settings change.
             settings: [n, 5 + UNIFORMS] float64, the settings of the seats `new`: see `SeatState`.
+            replaced: [r] int64, seats that have a new request; empty without `penalties`.
+            factors: [r, 3] float64, the factors of the seats `replaced`: see `SeatPenalties`.
+            counted: [c, 3] int64, seats, tokens, and the numbers to add to these tokens' counts.
         """
         self.state.positions.index_copy_(0, moved[:, 0], moved[:, 1])
         self.state.settings.index_copy_(0, new, settings)
+        if self.penalties is not None:
+            self.penalties.factors.index_copy_(0, replaced, factors)
+            counts = self.penalties.counts.index_fill_(0, replaced, 0)
+            counts.index_put_((counted[:, 0], counted[:, 1]), counted[:, 2].int(), accumulate=True)
         return ()
 
     def _settings_of(self, request: Request, column: int) -> Sequence[float]:
@@ -107,3 +136,31 @@ class DeviceSeats:
             return [*GREEDY, *[0.0] * UNIFORMS]
         *given, _ = settings_of(request, 0, self._vocab)
         return [*given, column, *map(request.next_uniform, range(UNIFORMS))]
+
+
+def _factors_of(request: Request) -> tuple[float, ...]:
+    """Return a request's row of `SeatPenalties.factors`."""
+    params = request.params
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _uncounted(
+    request: Request, seat: int, before: int | None, column: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield a seat's rows of `counted` (see `DeviceSeats.apply`), for a step that reads the token at `column`.
+
+    The step itself counts that token.
+
+    Args:
+        request: the request at the seat. Nothing is yielded if it has no penalties.
+        seat: its seat.
+        before: the device has counted all tokens in the columns before this one. None: it has counted no token.
+        column: the column of the request's latest token.
+    """
+    if request.token_counts is None:
+        return
+    if before is None and request.params.repetition_penalty != 1.0:
+        for token_id in dict.fromkeys(request.prompt_token_ids):
+            yield seat, token_id, IN_PROMPT
+    for token_id in request.token_ids[max(before or 0, request.num_prompt_tokens) : column]:
+        yield seat, token_id, 1

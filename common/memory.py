@@ -73,7 +73,8 @@ def estimate_memory(
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
     per_token = _activation_bytes_per_token(model, dtype, device)
     per_logit = DRAWN_BYTES_PER_LOGIT if kernels_on(device) == "triton" else SAMPLING_BYTES_PER_LOGIT
-    # Graphs share the scratch memory of the largest graph, and a buffer to which they copy the logits.
+    # Graphs share the scratch memory of the largest graph, and a buffer to which they copy the logits. Penalties
+    # need float32 scores, and a count of each token for each sequence (`kernels.penalties`).
     graphs = 0
     if device.type == "cuda":
         # Partial results of a decoding sequence's splits, in float32 (kernels.paged_attention), in one layer.
@@ -82,7 +83,8 @@ def estimate_memory(
         split_bytes = model.num_heads * splits * (model.head_dim + 2) * 4
         attention = config.max_sampled_rows() * split_bytes
         rows = max(config.captured_sizes(), default=0)
-        graphs = rows * (per_token + split_bytes + 2 * model.vocab_size * dtype.itemsize)
+        graphs = rows * (per_token + split_bytes + model.vocab_size * (2 * dtype.itemsize + 4))
+        graphs += config.max_batch_size * model.vocab_size * 4 if rows else 0
     else:
         # Without native kernels, the keys and values of one layer are gathered. A quarter is added as a margin.
         attention = kv_cache // model.num_layers * 5 // 4

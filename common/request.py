@@ -150,7 +150,9 @@ class Request:
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
-    is_plain: bool = field(init=False)  # no grammar, bias, …, logprobs: its logits are sampled as they are
+    draws_at_seat: bool = field(
+        init=False
+    )  # no grammar, bias, …, logprobs; may have penalties (`DeviceSeats`)
     takes_best: bool = field(init=False)  # greedy, no bias, penalty, …, logprobs; may have a grammar
     waits_for_its_tokens: bool = field(init=False)  # sampling needs its last token on the host (grammar, …)
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
@@ -194,13 +196,12 @@ class Request:
         )
         unchanged = (
             self.allowed is None
-            and self.token_counts is None
             and self.token_biases is None
             and not params.min_tokens
             and params.logprobs is None
         )
-        self.is_plain = unchanged and self.matcher is None
-        self.takes_best = unchanged and params.greedy
+        self.draws_at_seat = unchanged and self.matcher is None
+        self.takes_best = unchanged and self.token_counts is None and params.greedy
         self.seed_generator(params.seed if params.seed is not None else 0)
 
     def seed_generator(self, seed: int) -> None:

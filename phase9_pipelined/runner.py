@@ -38,6 +38,7 @@ from common.telemetry import Telemetry
 from kernels.decode_rows import decode_rows_triton
 from kernels.dispatch import use_triton
 from kernels.draw import draw_at_seats_triton
+from kernels.penalties import penalise_triton
 from kernels.transfer import move_together
 from phase7_chunked.runner import ChunkedRunner
 from phase9_pipelined.config import Config
@@ -165,18 +166,22 @@ class PipelinedRunner(ChunkedRunner):
         if changes:
             sent = move_together(changes, self.model.device)
             self.stream.submit("seats", self.seats.apply, sent, fetch=False)
-        params = [share.request.params for share in shares]
-        ranked = any(is_ordered(each) and not each.greedy for each in params)
-        decode = functools.partial(self._decode, ranked=ranked)
-        return self.stream.submit(("forward", "decode", ranked), decode, [seats], fetch=False, by_row=True)
+        requests = [share.request for share in shares]
+        penalised = any(each.token_counts is not None for each in requests)
+        # Penalties are rare, so graphs with them may always search, and there are fewer kinds of graphs.
+        ranked = penalised or any(is_ordered(each.params) and not each.params.greedy for each in requests)
+        decode = functools.partial(self._decode, ranked=ranked, penalised=penalised)
+        key = ("forward", "decode", ranked, penalised)
+        return self.stream.submit(key, decode, [seats], fetch=False, by_row=True)
 
-    def _decode(self, seats: Tensor, *, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _decode(self, seats: Tensor, *, ranked: bool, penalised: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Run the model on the latest token of each sequence, and draw the next tokens. Everything that
         differs between two steps of the same sequences is on the device, so one captured graph computes both.
 
         Args:
             seats: [B] int64.
             ranked: whether any sequence that is not greedy has top-k or top-p, which take more launches.
+            penalised: whether any sequence has penalties, which take two launches.
 
         Returns:
             The logits [B, vocab], the token ids [B] that the model has read, and the drawn token ids [B].
@@ -185,8 +190,11 @@ class PipelinedRunner(ChunkedRunner):
         tables = self.pool.device_tables()
         rows = decode_rows_triton(seats, state.latest, state.positions, tables, self.pool.block_size)
         batch = TokenBatch(rows.token_ids, rows.positions, None)
-        logits = self.model(batch, self.pool.decode_view(rows))
-        drawn = draw_at_seats_triton(logits, state, seats, rows.positions, ranked=ranked)
+        scores = logits = self.model(batch, self.pool.decode_view(rows))
+        if penalised:
+            assert self.seats.penalties is not None, "a sequence has penalties"
+            scores = penalise_triton(logits, self.seats.penalties, seats, rows.token_ids)
+        drawn = draw_at_seats_triton(scores, state, seats, rows.positions, ranked=ranked)
         return logits, rows.token_ids, drawn
 
     # ------------------------------------------------------------------ sampling
@@ -205,7 +213,7 @@ class PipelinedRunner(ChunkedRunner):
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:
         requests = launched.requests
-        if launched.draws and all(request.is_plain for request in requests):
+        if launched.draws and all(request.draws_at_seat for request in requests):
             return self.stream.submit(("sample", "drawn"), _keep_tokens, [], launched.work)
         inputs = SamplingInputs.of(requests, self.masks(requests), self.model.config.vocab_size, HOST)
         asked, top = inputs.tensors(), inputs.top

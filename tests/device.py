@@ -25,6 +25,7 @@ import kernels.draw
 import kernels.few_rows_linear
 import kernels.gated_act
 import kernels.paged_attention
+import kernels.penalties
 import kernels.rms_norm
 import kernels.rope
 import phase9_pipelined.runner
@@ -145,7 +146,16 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
         monkeypatch.setattr(module, "use_triton", lambda _: True)
     monkeypatch.setattr(k.few_rows_linear, "takes", lambda x: x.shape[0] <= k.few_rows_linear.FEW_ROWS)
     for module in (
-        *(k.paged_attention, k.gated_act, k.rms_norm, k.rope, k.draw, k.decode_rows, k.few_rows_linear),
+        *(
+            k.paged_attention,
+            k.gated_act,
+            k.rms_norm,
+            k.rope,
+            k.draw,
+            k.decode_rows,
+            k.few_rows_linear,
+            k.penalties,
+        ),
     ):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Kernel(name, found))

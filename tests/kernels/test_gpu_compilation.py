@@ -36,7 +36,7 @@ def run_here(function: str, cache: Path) -> str:
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    assert run_here("compile_all", tmp_path).split().count("compiled") == 116
+    assert run_here("compile_all", tmp_path).split().count("compiled") == 120
 
 
 def test_one_compilation_serves_all_passes(tmp_path):
@@ -50,6 +50,8 @@ def test_one_compilation_serves_all_passes(tmp_path):
         "_merge_splits_kernel": 1,
         "_few_rows_linear_kernel": 4,  # up to 16 rows and up to 64; alone and gated
         "_decode_rows_kernel": 1,
+        "_count_latest_kernel": 1,
+        "_penalise_kernel": 1,
         "_best_kernel": 1,
         "_search_kernel": 2,  # with settings; by seat
         "_count_kernel": 4,  # each with and without searches
@@ -111,6 +113,7 @@ def compile_all() -> None:
     from kernels.draw import MOST_COLUMNS, _best_kernel, _count_kernel, _pick_kernel, _search_kernel
     from kernels.few_rows_linear import _few_rows_linear_kernel
     from kernels.gated_act import _gated_act_kernel
+    from kernels.penalties import _count_latest_kernel, _penalise_kernel
     from kernels.rms_norm import _fused_add_rms_norm_kernel, _rms_norm_kernel
     from kernels.rope import _rope_kernel
 
@@ -129,6 +132,7 @@ def compile_all() -> None:
     norms = writes | {"has_norms": True}
     del norms["q_weight_ptr"], norms["k_weight_ptr"]
     types |= {"tops_ptr": "*fp32", "ids_ptr": "*i32"}
+    types |= {"factors_ptr": "*fp64", "counts_ptr": "*i32", "penalised_ptr": "*fp32"}
     types |= dict.fromkeys(("states_ptr", "state_ptr", "sums_ptr"), "*i64")
     drawn = {"part": MOST_COLUMNS, "most_parts": 64}
     few = {"tile_rows": 16, "tile_outputs": 32, "tile_inputs": 128}
@@ -149,6 +153,8 @@ def compile_all() -> None:
         (_few_rows_linear_kernel, few | {"activation": None}),
         (_few_rows_linear_kernel, few | {"activation": "silu", "bias_ptr": None}),
         (_decode_rows_kernel, {"tile": 128}),
+        (_count_latest_kernel, {"tile": 128}),
+        (_penalise_kernel, {"part": MOST_COLUMNS}),
         (_best_kernel, {"part": MOST_COLUMNS}),
         (_search_kernel, drawn | {"by_seat": True}),
         (_search_kernel, drawn | search),
@@ -268,6 +274,7 @@ def count_compilations() -> None:
     from kernels.few_rows_linear import FEW_ROWS, few_rows_gated_linear_triton, few_rows_linear_triton
     from kernels.gated_act import gated_act_triton
     from kernels.paged_attention import paged_attention_triton
+    from kernels.penalties import SeatPenalties, penalise_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
     from kernels.rope import HeadNorms, norm_rope_write_triton, rope_triton
     from tests.compilations import collect
@@ -300,6 +307,8 @@ def count_compilations() -> None:
         state = SeatState(seats, seats, torch.zeros(tokens, 69, dtype=torch.float64))
         for ranked in (True, False):
             draw_at_seats_triton(torch.ones(tokens, 5000), state, seats, seats, ranked=ranked)
+        penalties = SeatPenalties.none(tokens, 5000, seats.device)
+        penalise_triton(torch.ones(tokens, 5000), penalties, seats, seats)
         for block_size in BLOCK_SIZES:
             tables = torch.zeros(tokens, block_size, dtype=torch.int32)
             decode_rows_triton(seats, seats, seats, tables, block_size)

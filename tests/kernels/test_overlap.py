@@ -43,7 +43,7 @@ def test_each_kernel_first_waits_for_the_kernel_before():
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list
     ]
-    assert len(kernels) == 12
+    assert len(kernels) == 14
     for kernel in kernels:
         _, first, *_ = kernel.body  # after the docstring
         assert ast.unparse(first) == "wait_for_inputs(early)", kernel.name

@@ -33,11 +33,16 @@ from tests.phase9_pipelined.support import runner_of
 
 
 class RowStream(ThreadStream):
-    """Runs work by rows in stand-ins for graphs."""
+    """Runs work by rows in stand-ins for graphs.
+
+    Attributes:
+        keys: the keys of all submitted work.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         self.graphs = StandIns(sizes)
+        self.keys: list[Any] = []
 
     def submit(
         self,
@@ -50,6 +55,7 @@ class RowStream(ThreadStream):
         by_row: bool = False,
         rows: int | None = None,
     ) -> Pending:
+        self.keys.append(key)
         if by_row:
             return super().submit(key, lambda *given: self.graphs.run(key, function, given), inputs, after)
         return super().submit(key, function, inputs, after, fetch=fetch)
@@ -114,6 +120,7 @@ def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pyt
         {"seed": 4, "temperature": 1.3},
         {"seed": 5, "top_p": 0.9, "frequency_penalty": 0.5},
         {"seed": 6, "top_k": 3},
+        {"temperature": 0.0, "repetition_penalty": 1.5},
         {"seed": 7, "logprobs": 2, "min_tokens": 3},
     ]
     requests = [
@@ -141,15 +148,15 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     engine = build("phase9_pipelined", model, max_batch_size=3, block_size=4, num_blocks=40)
     runner = runner_of(engine)
     runner.stream = RowStream([3])
+    kinds: list[dict[str, Any]] = [{"top_k": 9}, {"frequency_penalty": 0.9}, {}]
     params = [
-        SamplingParams(max_new_tokens=7, ignore_eos=True, seed=i, top_k=k)
-        for i, k in enumerate([9, None, None])
+        SamplingParams(max_new_tokens=7, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(kinds)
     ]
     requests = [add(engine, [5 + i, 6, 7], each) for i, each in enumerate(params)]
     decode, passes = runner._decode, iter(range(100))
 
-    def fails_once(seats: Tensor, *, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
-        results = decode(seats, ranked=ranked)
+    def fails_once(seats: Tensor, **kind: bool) -> tuple[Tensor, Tensor, Tensor]:
+        results = decode(seats, **kind)
         if next(passes) == 3:
             raise RuntimeError("the pass fails after it has moved lengths on")
         return results
@@ -173,6 +180,40 @@ def test_guesses_are_verified_by_the_paged_kernel() -> None:
     requests = [add(engine, prompt, greedy(16, ignore_eos=True)) for prompt in prompts]
     assert_answered(run(engine), requests, model)
     assert engine.telemetry.counters.draft_tokens > 10
+    assert_all_free(engine)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+)
+@pytest.mark.usefixtures("interpreted")
+def test_penalties_are_applied_in_the_graph() -> None:
+    """Seats of requests with penalties are reused by others, and some steps have a prompt beside them."""
+    model = tiny_model()
+    options = {"max_batch_size": 3, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 4}
+    engine = build("phase9_pipelined", model, **options)
+    stream = runner_of(engine).stream = RowStream([4])
+    kinds: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.7, "presence_penalty": 0.2},
+        {"repetition_penalty": 2.5},
+        {},
+        {"frequency_penalty": -1.0},
+        {},
+        {"repetition_penalty": 0.6},
+    ]
+    lengths = (15, 4, 6, 9, 5, 6)
+    requests = [
+        add(
+            engine,
+            [(3 * i + j) % 250 for j in range(3 + 2 * i)],
+            SamplingParams(temperature=0.0, max_new_tokens=length, ignore_eos=True, **kind),
+        )
+        for i, (kind, length) in enumerate(zip(kinds, lengths, strict=True))
+    ]
+    assert_answered(run(engine), requests, model)
+    assert ("sample", "drawn") in stream.keys
+    assert not [key for key in stream.keys if key[:2] == ("sample", True)], "sampled outside of the graph"
     assert_all_free(engine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from common.runner import PassShare
 from common.sampling import choose
 from common.sampling_inputs import SamplingInputs
 from kernels.dispatch import HAS_TRITON
+from kernels.penalties import IN_PROMPT
 from phase8_prefix.cache import PrefixCachingPool
 from tests.device import META, Copies, Launches, MetaStream, Peak, use_kernels
 from tests.engine_helpers import add, build
@@ -50,12 +52,45 @@ def test_a_seat_whose_column_alone_has_changed() -> None:
             [PassShare(request, Span.exact(0, column, column + 1), [1], range(1))], seats=[1]
         )
 
-    assert [len(each) for each in changes(1)] == [1, 1, 1]
+    assert [len(each) for each in changes(1)] == [1, 1, 1, 0, 0, 0]
     assert changes(2) == []
-    moved, new, settings = changes(4)
-    assert (moved.tolist(), new.tolist(), len(settings)) == ([[1, 4]], [], 0)
-    seats.apply(moved, new, settings)
+    moved, *others = changes(4)
+    assert moved.tolist() == [[1, 4]]
+    assert not any(map(len, others))
+    seats.apply(moved, *others)
     assert seats.state.positions.tolist() == [0, 4]
+
+
+def test_tokens_that_the_device_has_not_counted() -> None:
+    """A decode step counts the token that it reads. All other tokens are sent once."""
+    seats = DeviceSeats(2, 10, torch.device("cpu"))
+    penalised = Request("a", [4, 4, 7], SamplingParams(repetition_penalty=1.5, presence_penalty=0.5))
+    plain = Request("b", [4], SamplingParams(temperature=0.0))
+
+    def step(request: Request, column: int) -> list[list[int]] | None:
+        """Decode at seat 1. Returns the seat's counts before the step; None: nothing was sent."""
+        share = PassShare(request, Span.exact(0, column, column + 1), [1], range(1))
+        changed = seats.changes([share], seats=[1])
+        if not changed:
+            return None
+        seats.apply(*changed)
+        assert seats.penalties is not None
+        return seats.penalties.counts[1].tolist()
+
+    penalised.token_ids += [9, 7]
+    prompt = [0, 0, 0, 0, IN_PROMPT, 0, 0, IN_PROMPT, 0, 0]
+    assert step(penalised, 4) == [*prompt[:9], 1]  # the token 7 is read, and counted, in this step
+    assert step(penalised, 5) is None
+    penalised.token_ids += [2, 3, 3]
+    assert step(penalised, 7) == [0, 0, 0, 1, IN_PROMPT, 0, 0, IN_PROMPT, 0, 1], (
+        "3 was computed beside a prompt"
+    )
+    assert seats.penalties is not None
+    assert seats.penalties.factors.tolist() == [[1, 0, 0], [1.5, 0, 0.5]]
+    assert step(plain, 1) == [0] * 10
+    assert seats.penalties.factors.tolist() == [[1, 0, 0]] * 2
+    seats.forget()
+    assert step(penalised, 5) == [0, 0, 0, 0, IN_PROMPT, 0, 0, 1 + IN_PROMPT, 0, 1]
 
 
 def model_of(name: str) -> CausalLM:
@@ -93,11 +128,13 @@ def test_a_step_makes_no_blocking_copy(phase: str, name: str, monkeypatch: pytes
 
 
 def test_a_decode_step_is_sent_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two greedy and two sampled sequences in a graph of four rows, most steps send nothing."""
+    """With two greedy and two sampled sequences in a graph of four rows, most steps send nothing. One sequence has
+    penalties."""
     use_kernels(monkeypatch, Counter())
     engine = engine_of("phase9_pipelined", model_of("llama"), [4], max_batch_size=4, num_blocks=300)
     given = SamplingParams(temperature=0.0, max_new_tokens=110, ignore_eos=True)
     params = [given, given, *[SamplingParams(top_p=0.9, max_new_tokens=110, ignore_eos=True)] * 2]
+    params[1] = dataclasses.replace(given, repetition_penalty=1.2)
     requests = [add(engine, [1 + i] * 5, each) for i, each in enumerate(params)]
     sent = []
     for _ in range(90):
@@ -147,12 +184,17 @@ def test_launches_and_memory_of_sampling(
     ("name", "expected"), [("llama-3.2-1b", 156), ("qwen3-0.6b", 264), ("gemma-3-1b", 301)]
 )
 @pytest.mark.parametrize(
-    ("fields", "searches"),
-    [({"temperature": 0.0, "top_p": 0.9}, 0), ({"temperature": 0.0}, 0), ({"top_k": 50, "top_p": 0.9}, 16)],
+    ("fields", "more"),
+    [
+        ({"temperature": 0.0, "top_p": 0.9}, 0),
+        ({"temperature": 0.0}, 0),
+        ({"top_k": 50, "top_p": 0.9}, 16),
+        ({"temperature": 0.0, "frequency_penalty": 0.5}, 16 + 2),
+    ],
     ids=str,
 )
 def test_launches_of_a_decode_step(
-    name: str, expected: int, fields: dict[str, Any], searches: int, monkeypatch: pytest.MonkeyPatch
+    name: str, expected: int, fields: dict[str, Any], more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers of docs/phases/recorded.md."""
     launches = Launches()
@@ -167,4 +209,4 @@ def test_launches_of_a_decode_step(
     with launches:
         engine.step()
     assert launches.found["_paged_attention_kernel"] == engine.runner.model.config.num_layers
-    assert sum(launches.found.values()) == expected + searches, launches.found
+    assert sum(launches.found.values()) == expected + more, launches.found
