@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.micro import decode_step
 from benchmarks.micro.decode_step import (
     BATCHES,
     COLUMNS,
@@ -218,7 +219,7 @@ def contenders(log: list[tuple[str, Any]]) -> list[Contender]:
 
 
 def test_turns_alternate_and_everybody_gets_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(decode_step, "SETTLE_S", 0.0)
     log: list[tuple[str, Any]] = []
     floors = iter([50.0, 3.0, 1.0, 2.0])
     found = contenders(log)
@@ -237,7 +238,7 @@ def test_turns_alternate_and_everybody_gets_the_same_prompts(monkeypatch: pytest
 
 
 def test_our_last_phase_is_compared_with_the_best_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(decode_step, "SETTLE_S", 0.0)
     found = contenders([])
     measure(found, lambda: 0.001, 3, vocab_size=100)
     older, newest, fast, slow, floor, ratio = rows_of(found, 0.001)
@@ -253,7 +254,7 @@ def test_our_last_phase_is_compared_with_the_best_of_the_others(monkeypatch: pyt
 
 
 def test_a_contender_with_other_weights_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(decode_step, "SETTLE_S", 0.0)
     found = contenders([])
     measure(found, lambda: 0.001, 1, vocab_size=100)
     stranger = found[2].found[LONG][0]
@@ -262,7 +263,7 @@ def test_a_contender_with_other_weights_shows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_a_peer_there_is_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(decode_step, "SETTLE_S", 0.0)
     found = contenders([])[:2]
     measure(found, lambda: 0.001, 1, vocab_size=100)
     assert [row[0] for row in rows_of(found, 0.001)] == ["phase 6", "phase 7", "reading the weights once"]

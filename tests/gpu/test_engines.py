@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -56,7 +57,9 @@ def exact(request: pytest.FixtureRequest) -> Loaded:
 
 @pytest.fixture(scope="module")
 def greedy(exact: Loaded) -> Orders:
-    return orders(exact[0].config.vocab_size, temperature=0.0)
+    """Greedy requests, the first with a penalty."""
+    (prompt, params), *others = orders(exact[0].config.vocab_size, temperature=0.0)
+    return [(prompt, dataclasses.replace(params, repetition_penalty=1.4)), *others]
 
 
 @pytest.fixture(scope="module")

@@ -278,7 +278,13 @@ def test_captured_or_called_the_tokens_are_the_same(depth: int) -> None:
         stream = runner_of(engine).stream
         assert isinstance(stream, CudaStream)
         params = [
-            SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_new_tokens=20 + i) for i in range(9)
+            SamplingParams(
+                temperature=0.0 if i % 2 else 0.8,
+                frequency_penalty=0.0 if i < 6 else 0.5,
+                seed=i,
+                max_new_tokens=20 + i,
+            )
+            for i in range(9)
         ]
         requests = [add(engine, [7 + i, 8, 9 + i], each) for i, each in enumerate(params)]
         outputs = run(engine)

@@ -8,25 +8,37 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+import common.server.middleware
 from common.server.middleware import PaceRefusals
 
 pytestmark = pytest.mark.anyio
 
 
 class Sleeper:
-    """A clock that only `asyncio.sleep` advances."""
+    """Stands for `asyncio` in the middleware alone: servers of other tests sleep in this process, too.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Attributes:
+        now: the time of the event loop's clock, which stands still.
+        slept: the seconds of each call of `sleep`.
+    """
+
+    def __init__(self) -> None:
         self.now = 1000.0
         self.slept: list[float] = []
-        monkeypatch.setattr(asyncio, "sleep", self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
 
+    def get_running_loop(self) -> Sleeper:
+        return self
+
+    def time(self) -> float:
+        return self.now
+
 
 def paced(status: int, monkeypatch: pytest.MonkeyPatch, *, computing: bool = True) -> tuple[Any, Sleeper]:
-    sleeper = Sleeper(monkeypatch)
+    sleeper = Sleeper()
+    monkeypatch.setattr(common.server.middleware, "asyncio", sleeper)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})
@@ -40,7 +52,6 @@ def paced(status: int, monkeypatch: pytest.MonkeyPatch, *, computing: bool = Tru
         async def send(message: Message) -> None:
             sent.append(message)
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: sleeper.now)
         await middleware({"type": "http", "path": path}, None, send)  # type: ignore[arg-type]
         return sent
 
@@ -82,7 +93,7 @@ async def test_other_answers_do_not_wait(
 
 async def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of waiting refusals is bounded, because each may hold a body of two megabytes."""
-    ask, _sleeper = paced(422, monkeypatch)
+    ask, sleeper = paced(422, monkeypatch)
     begun: list[float] = []
     release = asyncio.Event()
 
@@ -90,7 +101,7 @@ async def test_only_so_many_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         begun.append(seconds)
         await release.wait()
 
-    monkeypatch.setattr(asyncio, "sleep", wait)
+    monkeypatch.setattr(sleeper, "sleep", wait)
     count = PaceRefusals.BURST + PaceRefusals.MOST_WAITING + 30
     asked = [asyncio.create_task(ask()) for _ in range(count)]
     await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
