@@ -1,7 +1,8 @@
 """The state that a GPU holds for each seat (a place in the batch), and the changes that the host sends.
 
-A decode step needs each sequence's latest token, its length, its sampling parameters and a random number. Nearly
-all of it is on the device already: the step before drew the token and advanced the length, and parameters never
+A decode step needs each sequence's latest token, its length, its sampling parameters and a random number. With
+penalties, it also needs the counts of the sequence's tokens. Nearly all of it is on the device already: the step
+before drew the token and advanced the length, each step counts the token that it reads, and parameters never
 change. So the host keeps a record of the state that the device will have once all submitted work is done. It
 compares this record with the needs of the next step, and sends the difference:
 
@@ -15,8 +16,10 @@ compares this record with the needs of the next step, and sends the difference:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,8 +41,8 @@ class DeviceSeats:
     Attributes:
         state: the tensors. Decode steps on a GPU write `latest` and `positions`, and `apply` writes `positions` and
             `settings`. After all other passes, sampling or the host writes `latest`.
-        penalties: written by `apply` and by decode steps on a GPU. None until a request with penalties decodes
-            there, since the counts take much memory.
+        penalties: the penalties and token counts of all seats. `apply` and decode steps on a GPU write them. None
+            until a request with penalties decodes on a GPU. (The warm-up decodes some if it captures graphs.)
     """
 
     def __init__(self, seats: int, vocab: int, device: torch.device) -> None:
@@ -75,7 +78,7 @@ class DeviceSeats:
         settings: list[Sequence[float]] = []
         replaced: list[int] = []
         factors: list[Sequence[float]] = []
-        counted: list[tuple[int, int, int]] = []
+        counted = [np.empty((0, 3), dtype=np.int64)]
         if self.penalties is None and any(share.request.token_counts is not None for share in shares):
             self.penalties = SeatPenalties.none(len(self._owners), self._vocab, self.state.latest.device)
         for share, seat in zip(shares, seats, strict=True):
@@ -87,7 +90,8 @@ class DeviceSeats:
                 if is_new:
                     replaced.append(seat)
                     factors.append(_factors_of(request))
-                counted += _uncounted(request, seat, None if is_new else before, column)
+                if request.token_counts is not None and (is_new or before != column):
+                    counted.append(_uncounted(request, seat, None if is_new else before, column))
             self._columns[seat] = column + 1
             used_up = (
                 not request.params.greedy and not self._last[seat] - UNIFORMS < column <= self._last[seat]
@@ -104,7 +108,7 @@ class DeviceSeats:
             torch.tensor(settings, dtype=torch.float64).view(-1, self.state.settings.shape[1]),
             torch.tensor(replaced, dtype=torch.int64),
             torch.tensor(factors, dtype=torch.float64).view(-1, len(NONE)),
-            torch.tensor(counted, dtype=torch.int64).view(-1, 3),
+            torch.from_numpy(np.concatenate(counted)),
         ]
 
     def apply(
@@ -144,23 +148,24 @@ def _factors_of(request: Request) -> tuple[float, ...]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def _uncounted(
-    request: Request, seat: int, before: int | None, column: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield a seat's rows of `counted` (see `DeviceSeats.apply`), for a step that reads the token at `column`.
+def _uncounted(request: Request, seat: int, before: int | None, column: int) -> npt.NDArray[np.int64]:
+    """Return the seat's rows of `counted` (see `DeviceSeats.apply`) for a step that reads the token at `column`.
 
     The step itself counts that token.
 
     Args:
-        request: the request at the seat. Nothing is yielded if it has no penalties.
+        request: the request at the seat, which has penalties.
         seat: its seat.
-        before: the device has counted all tokens in the columns before this one. None: it has counted no token.
+        before: the device has counted all generated tokens in the columns before this one. None: the seat has no
+            counts of this request.
         column: the column of the request's latest token.
     """
-    if request.token_counts is None:
-        return
-    if before is None and request.params.repetition_penalty != 1.0:
-        for token_id in dict.fromkeys(request.prompt_token_ids):
-            yield seat, token_id, IN_PROMPT
-    for token_id in request.token_ids[max(before or 0, request.num_prompt_tokens) : column]:
-        yield seat, token_id, 1
+    in_prompt = (
+        request.prompt_token_ids if before is None and request.params.repetition_penalty != 1.0 else []
+    )
+    known = np.unique(np.array(in_prompt, dtype=np.int64))
+    first = max(before or 0, request.num_prompt_tokens)
+    generated = np.array(request.token_ids[first:column], dtype=np.int64)
+    numbers = np.repeat([IN_PROMPT, 1], [len(known), len(generated)])
+    tokens = np.concatenate([known, generated])
+    return np.stack([np.full_like(tokens, seat), tokens, numbers], axis=1)

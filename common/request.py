@@ -150,9 +150,8 @@ class Request:
     token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
     token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
-    draws_at_seat: bool = field(
-        init=False
-    )  # no grammar, bias, …, logprobs; may have penalties (`DeviceSeats`)
+    # Its tokens can be sampled within a GPU's decode step: no grammar, bias, …, logprobs. It may have penalties.
+    draws_at_seat: bool = field(init=False)
     takes_best: bool = field(init=False)  # greedy, no bias, penalty, …, logprobs; may have a grammar
     waits_for_its_tokens: bool = field(init=False)  # sampling needs its last token on the host (grammar, …)
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held

@@ -1,7 +1,7 @@
 """The tokens whose scores a request's penalties and biases change, as arrays that are kept between steps.
 
 A step concatenates the arrays of its requests. Each new token is added to its request's array once, so a step does
-not go through all earlier tokens.
+not go through all earlier tokens. Decode steps on a GPU count on the device: see `kernels.penalties`.
 """
 
 from __future__ import annotations

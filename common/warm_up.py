@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 TRIALS = 8  # runs of each measurement, of which the fastest counts
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that `few_rows` tries, in this order
 HOST_S = 3e-4  # seconds of host work in a step, roughly
-HOST_ROW_S = 2e-5  # and of its HTTP work for each token of an answer
+HOST_TOKEN_S = 2e-5  # seconds of host work for each token of an answer, roughly: mostly HTTP
 LONG_S = 100 * HOST_S  # seconds of a pass beside which the host's work no longer matters
 ROWS = 32  # `measure` times steps of one row and of this many
 
@@ -61,13 +61,13 @@ def record(runner: Runner, stream: TapeStream) -> None:
 
 
 def few_rows(runner: Runner, stream: TapeStream) -> int:
-    """Return the largest of `FEW_ROWS` up to which one thread less costs a pass less time than the host then gains.
-    Returns 0 if there is none.
+    """Return the most rows of a pass that gets one thread less: the largest of `FEW_ROWS` up to which this makes
+    the pass slower by less time than the host gains. Returns 0 if there is none.
 
     Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
-    With one thread less, both run at the same time: the host gains `HOST_S`, and `HOST_ROW_S` for each row. A pass
-    of few rows mostly waits for memory and may be as fast with a thread less. A pass of many rows needs all
-    threads. Passes longer than `LONG_S` count as passes of many rows.
+    With one thread less, both run at the same time: the host gains `HOST_S`, and `HOST_TOKEN_S` for each sequence
+    that gets a token. A pass of few rows mostly waits for memory and may be as fast with a thread less. A pass of
+    many rows needs all threads. Passes longer than `LONG_S` count as passes of many rows.
 
     Args:
         runner: with nothing in flight.
@@ -75,6 +75,7 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
     """
     few = 0
     for rows in [rows for rows in FEW_ROWS if rows <= runner.config.max_pass_tokens()]:
+        gain_s = HOST_S + min(rows, runner.config.max_batch_size) * HOST_TOKEN_S
         seconds = []
         for stream.few_rows in (rows, 0):  # passes with one thread less, then with all
             stream.take_times()
@@ -86,7 +87,7 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
                 return few
             seconds.append(min(ended - began for _, began, ended in passes))
         logger.debug("a pass of %d rows, with a thread less and with all: %s s", rows, seconds)
-        if seconds[0] >= seconds[1] + HOST_S + rows * HOST_ROW_S or seconds[1] > LONG_S:
+        if seconds[0] >= seconds[1] + gain_s or seconds[1] > LONG_S:
             break
         few = rows
     return few
@@ -96,9 +97,8 @@ def capture(runner: Runner, graphs: Graphs) -> None:
     """Capture the decode step on a GPU for every number of rows in `graphs` that the KV memory can hold.
 
     The largest comes first, so that each smaller graph finds its scratch memory in the pool. Each is captured three
-    times: searches for top-k and top-p (`kernels.draw`) and penalties (`kernels.penalties`) are launches of their
-    own, which other steps do without. Graphs that were captured before are replaced, and failed captures are tried
-    again.
+    times: without searches, with searches for top-k and top-p (`kernels.draw`), and with searches and penalties
+    (`kernels.penalties`). Graphs that were captured before are replaced, and failed captures are tried again.
 
     Args:
         runner: with nothing in flight.

@@ -1,14 +1,15 @@
 """Applies penalties to the scores of a decode step on a GPU, from counts that stay there.
 
-A penalty depends on how often a sequence has each token, and the step before has just added one. If the host kept
-the counts, it would send them in each step, and the kernels that use them could not be part of a captured graph
-(`common.graphs`). So each seat (a place in the batch) has a count for each token of the vocabulary on the device:
+A penalty depends on how often a sequence has each token, and the step before has just added a token. If the host
+kept the counts, it would send the tokens of each sequence and their counts in each step. The number of these tokens
+grows, and a captured graph (`common.graphs`) has fixed shapes. So each seat (a place in the batch) has a count for
+each token of the vocabulary on the device:
 
 ```text
                   vocabulary
-latest[seat]      . . . . 7 . . .
+latest[seat]              4
 counts[seat]      0 2 0 P 0 0 1 0     0: not in the sequence. P: in the prompt only. n: generated n times.
-                          1           the step first counts the latest token,
+                         +1           the step first counts the latest token,
 logits            x x x x x x x x
 scores            x x x x x x x x     then changes the scores of all tokens whose count is not 0
                     ^   ^ ^   ^
@@ -49,9 +50,10 @@ class SeatPenalties(NamedTuple):
     """The penalties of the sequence at each seat (a place in the batch), and the tokens they apply to.
 
     Attributes:
-        factors: [seats, 3] float64, repetition, frequency and presence penalty; `NONE` for a sequence without.
+        factors: [seats, 3] float64, repetition, frequency and presence penalty; `NONE` without penalties.
         counts: [seats, vocab] int32, how often the sequence has generated each token. `IN_PROMPT` is added if the
-            token is in its prompt and the sequence has a repetition penalty.
+            token is in its prompt and the sequence has a repetition penalty. The latest token is counted by the
+            step that reads it. Without penalties, counts are incomplete and change nothing.
     """
 
     factors: Tensor

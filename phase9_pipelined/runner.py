@@ -168,7 +168,7 @@ class PipelinedRunner(ChunkedRunner):
             self.stream.submit("seats", self.seats.apply, sent, fetch=False)
         requests = [share.request for share in shares]
         penalised = any(each.token_counts is not None for each in requests)
-        # Penalties are rare, so graphs with them may always search, and there are fewer kinds of graphs.
+        # Steps with penalties always search, so there are three kinds of graphs and not four.
         ranked = penalised or any(is_ordered(each.params) and not each.params.greedy for each in requests)
         decode = functools.partial(self._decode, ranked=ranked, penalised=penalised)
         key = ("forward", "decode", ranked, penalised)
@@ -180,7 +180,8 @@ class PipelinedRunner(ChunkedRunner):
 
         Args:
             seats: [B] int64.
-            ranked: whether any sequence that is not greedy has top-k or top-p, which take more launches.
+            ranked: whether to search for top-k and top-p, which takes more launches. Needed if any sequence that is
+                not greedy has either.
             penalised: whether any sequence has penalties, which take two launches.
 
         Returns:

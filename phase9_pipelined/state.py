@@ -32,7 +32,7 @@ class LaunchedPass:
     shares: tuple[PassShare, ...]
     requests: tuple[Request, ...]  # of each sampled row, in order
     work: Pending  # the work submitted last: the forward pass, later its sampling
-    draws: bool = False  # has also drawn a token for each row; of use if all requests `draws_at_seat`
+    draws: bool = False  # has drawn a token for each row; used if every request has `draws_at_seat`
 
 
 @dataclass(slots=True, eq=False)

@@ -72,15 +72,15 @@ def test_the_parts_by_hand() -> None:
 
 
 def test_graphs_count_where_they_are_captured() -> None:
-    """24 sequences need graphs of up to 24 rows. The graphs share scratch memory and a buffer for logits. For
-    penalties, there are scores in float32 and a count of each token."""
+    """24 sequences need graphs of up to 24 rows. The graphs share scratch memory, with scores in float32 for
+    penalties, and a buffer for logits."""
     config = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096)
     on_gpu, on_cpu = (
         estimate_memory(config, LLAMA_3B, torch.bfloat16, device, weights=0) for device in (CUDA, CPU)
     )
     splits = 24 * 24 * 8 * (128 + 2) * 4
-    penalties = 24 * 128_256 * (4 + 4)
-    assert on_gpu.graphs == 24 * (4 * 3072 + 3 * 8192) * 2 + splits + 2 * 24 * 128_256 * 2 + penalties
+    scores = 24 * 128_256 * 4
+    assert on_gpu.graphs == 24 * (4 * 3072 + 3 * 8192) * 2 + splits + 2 * 24 * 128_256 * 2 + scores
     assert on_gpu.total - on_gpu.graphs == on_gpu.kv_cache + on_gpu.activations + on_gpu.sampling
     assert on_cpu.graphs == 0
     called = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096, captured_steps=False)

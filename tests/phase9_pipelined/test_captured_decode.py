@@ -177,7 +177,8 @@ def test_guesses_are_verified_by_the_paged_kernel() -> None:
     options = {"max_batch_size": 3, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 8}
     engine = build("phase10_speculative", model, draft_length=4, draft_rows=12, **options)
     prompts = [[5, 6, 7, 8] * 4, [9, 1] * 6, list(range(40, 60))]
-    requests = [add(engine, prompt, greedy(16, ignore_eos=True)) for prompt in prompts]
+    params = [greedy(16, ignore_eos=True), greedy(16, ignore_eos=True, frequency_penalty=0.2)]
+    requests = [add(engine, prompt, params[i % 2]) for i, prompt in enumerate(prompts)]
     assert_answered(run(engine), requests, model)
     assert engine.telemetry.counters.draft_tokens > 10
     assert_all_free(engine)
@@ -197,7 +198,7 @@ def test_penalties_are_applied_in_the_graph() -> None:
     kinds: list[dict[str, Any]] = [
         {"frequency_penalty": 0.7, "presence_penalty": 0.2},
         {"repetition_penalty": 2.5},
-        {},
+        {"prompt_logprobs": 1},  # its prompt is computed while nothing is in flight
         {"frequency_penalty": -1.0},
         {},
         {"repetition_penalty": 0.6},
