@@ -89,7 +89,7 @@ class DeviceSeats:
             if self.penalties is not None:
                 if is_new:
                     replaced.append(seat)
-                    factors.append(_factors_of(request))
+                    factors.append(request.params.penalties)
                 if request.token_counts is not None and (is_new or before != column):
                     counted.append(_uncounted(request, seat, None if is_new else before, column))
             self._columns[seat] = column + 1
@@ -140,12 +140,6 @@ class DeviceSeats:
             return [*GREEDY, *[0.0] * UNIFORMS]
         *given, _ = settings_of(request, 0, self._vocab)
         return [*given, column, *map(request.next_uniform, range(UNIFORMS))]
-
-
-def _factors_of(request: Request) -> tuple[float, ...]:
-    """Return a request's row of `SeatPenalties.factors`."""
-    params = request.params
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
 def _uncounted(request: Request, seat: int, before: int | None, column: int) -> npt.NDArray[np.int64]:

@@ -92,6 +92,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """The repetition, frequency and presence penalty."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -117,7 +117,7 @@ class SamplingInputs(NamedTuple):
                 penalties = np.zeros((len(requests), 3)) if penalties is None else penalties
                 counts.catch_up(request.token_ids)
                 penalised.append(counts.guessed(row, request.drafts[:ahead]) if ahead else counts.at_row(row))
-                penalties[row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+                penalties[row] = params.penalties
                 if request.pending_tokens:
                     unread.append(row)
             if request.matcher is None:

@@ -407,6 +407,11 @@ if HAS_TRITON:
             tl.store(positions_ptr + seat, tl.load(columns_ptr + row) + 1)
 
 
+def part_of(vocab: int) -> int:
+    """Return the number of a row's scores that one program looks at: a power of two, at least 16."""
+    return min(MOST_COLUMNS, max(16, 1 << (vocab - 1).bit_length()))
+
+
 def draw_triton(scores: Tensor, settings: Tensor | None = None, *, ranked: bool = True) -> Tensor:
     """Draw a token from each row. The number of launches depends on `ranked` and on whether there are settings.
 
@@ -462,7 +467,7 @@ def _launch(
     seats, columns = rows or (None, None)
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     settings_stride = 0 if settings is None else settings.stride(0)
-    part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(vocab)))
+    part = part_of(vocab)
     parts = triton.cdiv(vocab, part)
     early = early_launch(scores.device)
     sizes = {"part": part, "most_parts": triton.next_power_of_2(parts), **early}

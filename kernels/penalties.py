@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import HAS_TRITON, device_guard
+from kernels.draw import part_of
 from kernels.overlap import early_launch
 
 if HAS_TRITON:
@@ -42,8 +43,6 @@ NONE = (1.0, 0.0, 0.0)
 
 #: Sequences whose latest token one program counts.
 TILE = 128
-#: The most scores of a row that one program looks at.
-MOST_COLUMNS = 2048
 
 
 class SeatPenalties(NamedTuple):
@@ -145,7 +144,7 @@ def penalise_triton(logits: Tensor, penalties: SeatPenalties, seats: Tensor, lat
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    part = min(MOST_COLUMNS, max(16, triton.next_power_of_2(vocab)))
+    part = part_of(vocab)
     early = early_launch(logits.device)
     with device_guard(logits):
         _count_latest_kernel[(triton.cdiv(rows, TILE),)](

@@ -9,14 +9,8 @@ from torch import Tensor
 from common.request import Request, SamplingParams
 from common.sampling import _adjust
 from common.sampling_inputs import SamplingInputs
-from kernels.penalties import (
-    IN_PROMPT,
-    MOST_COLUMNS,
-    TILE,
-    SeatPenalties,
-    penalise_reference,
-    penalise_triton,
-)
+from kernels.draw import MOST_COLUMNS
+from kernels.penalties import IN_PROMPT, TILE, SeatPenalties, penalise_reference, penalise_triton
 from tests.kernels.support import BF16, FP16, FP32
 
 SEATS = 6
@@ -90,11 +84,7 @@ def test_the_scores_are_those_of_counts_on_the_host(triton_device: str, values: 
     """Bit for bit, while a sequence generates tokens."""
     request = Request("a", [3, 3, 5, 8], SamplingParams(max_new_tokens=9, **values))
     penalties = SeatPenalties.none(1, 12, torch.device(triton_device))
-    factors = [
-        request.params.repetition_penalty,
-        *(values.get(f"{name}_penalty", 0.0) for name in ("frequency", "presence")),
-    ]
-    penalties.factors[0] = torch.tensor(factors, dtype=torch.float64)
+    penalties.factors[0] = torch.tensor(request.params.penalties, dtype=torch.float64)
     if "repetition_penalty" in values:
         penalties.counts[0, [3, 5, 8]] = IN_PROMPT
     seat = torch.tensor([0], device=triton_device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -68,11 +68,20 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, torch_kernels: None) -> None:
         monkeypatch.setattr(module, "use_triton", lambda _: True)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
-)
-@pytest.mark.usefixtures("interpreted")
+def in_the_interpreter(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that decodes on a CPU with Triton's kernels."""
+    for mark in (
+        pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform"),
+        pytest.mark.skipif(
+            torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
+        ),
+        pytest.mark.usefixtures("interpreted"),
+    ):
+        test = mark(test)
+    return test
+
+
+@in_the_interpreter
 @pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (0, 1)), 2])
 def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     """Sequences come and go, blocks are reused, and a batch of five rows is padded to six."""
@@ -92,11 +101,7 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     assert_all_free(engine)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
-)
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("prefill_chunk_size", [4, 64])
 def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +142,7 @@ def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pyt
     assert_all_free(engine)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
-)
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     """After the failure, the host assumes nothing about the device's state, and sends it again."""
     model = tiny_model()
@@ -166,11 +167,7 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     assert engine.telemetry.counters.failed_passes == 1
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
-)
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 def test_guesses_are_verified_by_the_paged_kernel() -> None:
     """Decode, guesses and chunks of prompts run in one launch."""
     model = tiny_model()
@@ -184,11 +181,7 @@ def test_guesses_are_verified_by_the_paged_kernel() -> None:
     assert_all_free(engine)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
-)
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 def test_penalties_are_applied_in_the_graph() -> None:
     """Seats of requests with penalties are reused by others, and some steps have a prompt beside them."""
     model = tiny_model()
