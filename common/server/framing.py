@@ -1,8 +1,11 @@
-"""The HTTP parser of a connection, with bounds on the pieces that a body comes in.
+"""The HTTP parser of a connection, with bounds on a request's head and on the pieces that a body comes in.
 
 A body may come in chunks of one byte, and each chunk is an event of the HTTP parser. 256 KiB of such chunks come in
 one read and take 0.2 s to parse, in which no other client is served. So the number of events in a turn of the event
 loop is bounded, and so is the number of pieces in a body.
+
+h11 bounds only a head that comes in several packets. One that comes whole is measured here, so that the same request
+always gets the same answer.
 """
 
 from __future__ import annotations
@@ -24,17 +27,21 @@ MEAN_PIECE_BYTES = 256
 
 
 class BoundedParser(h11.Connection):
-    """h11's HTTP parser for a server's connection. It bounds the events that one turn of the event loop parses, and
-    the pieces (HTTP chunks or packets) of a body.
+    """h11's HTTP parser for a server's connection. It bounds a request's head, the events that one turn of the event
+    loop parses, and the pieces (HTTP chunks or packets) of a body.
+
+    Args:
+        max_head_bytes: bytes of a request's first line and headers at the most.
 
     Attributes:
         turn_is_over: whether parsing stopped because this turn of the event loop has parsed `EVENTS_PER_TURN`
             events.
-        refusal: the error for a body that came in too many pieces; None: no body did.
+        refusal: the error for a head that is too large, or for a body that came in too many pieces; else None.
     """
 
-    def __init__(self, max_incomplete_event_size: int) -> None:
-        super().__init__(h11.SERVER, max_incomplete_event_size)
+    def __init__(self, max_head_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_head_bytes)
+        self._max_head_bytes = max_head_bytes
         self.turn_is_over = False
         self.refusal: ApiError | None = None
         self._left_in_turn = EVENTS_PER_TURN
@@ -51,14 +58,22 @@ class BoundedParser(h11.Connection):
         """Parse and return the next event. At the end of a turn, return `NEED_DATA`, as if no event were left.
 
         Raises:
-            h11.RemoteProtocolError: the bytes are no HTTP, or the body has too many pieces.
+            h11.RemoteProtocolError: the bytes are no HTTP, the head is too large, or the body has too many pieces.
         """
         if self._left_in_turn == 0:
             self.turn_is_over = True
             return h11.NEED_DATA
         self._left_in_turn -= 1
-        event = super().next_event()
+        in_head = self.their_state is h11.IDLE
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if in_head and error.error_status_hint == 431:  # request header fields too large
+                raise self._too_large() from None
+            raise
         if isinstance(event, h11.Request):
+            if head_bytes(event) > self._max_head_bytes:
+                raise self._too_large()
             self._pieces = self._body_bytes = 0
             return event if event.target.startswith(b"/") else in_origin_form(event)
         if isinstance(event, h11.Data):
@@ -72,6 +87,15 @@ class BoundedParser(h11.Connection):
                 )
                 raise h11.RemoteProtocolError(self.refusal.message)
         return event
+
+    def _too_large(self) -> h11.RemoteProtocolError:
+        """Note the refusal of a head that is too large, and return the error to raise."""
+        self.refusal = ApiError(
+            431,
+            f"the request's first line and headers have more than {self._max_head_bytes} bytes",
+            code="head_too_large",
+        )
+        return h11.RemoteProtocolError(self.refusal.message)
 
     def send(self, event: Any) -> Any:
         """Return the bytes of an event of the answer.
@@ -91,6 +115,12 @@ class BoundedParser(h11.Connection):
         head: bytes = super().send(event)
         self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in head.lower()
         return head
+
+
+def head_bytes(request: h11.Request) -> int:
+    """Return the bytes of a request's head, without spaces that its meaning does not need."""
+    first_line = len(request.method) + len(request.target) + len(b"  HTTP/1.1\r\n")
+    return first_line + sum(len(name) + len(value) + len(b": \r\n") for name, value in request.headers) + 2
 
 
 def in_origin_form(request: h11.Request) -> h11.Request:

@@ -132,7 +132,7 @@ def test_requests_of_one_id_do_not_meet(server: ServerProcess) -> None:
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 
 
-@pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff", b"x" * 60_000])
+@pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff", b"x" * 10_000])
 def test_what_is_no_id(server: ServerProcess, request_id: bytes) -> None:
     with httpx.Client(base_url=server.url) as client:
         response = client.get("/health", headers={"X-Request-ID": request_id})

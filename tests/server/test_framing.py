@@ -1,4 +1,4 @@
-"""Answers on the wire: a stream's chunks, which `BoundedParser` frames itself, are the bytes that h11 writes."""
+"""`BoundedParser`: a stream's chunks, which it frames itself, are the bytes that h11 writes, and heads are bounded."""
 
 from __future__ import annotations
 
@@ -45,3 +45,28 @@ def test_data_after_the_end_of_a_stream_is_an_error() -> None:
     written(parser, b"GET /" + HEAD % b"1.1", [], [b"a token"])
     with pytest.raises(h11.LocalProtocolError):
         parser.send(h11.Data(data=b"another"))
+
+
+@pytest.mark.parametrize("packet_bytes", [1 << 20, 1400, 1])
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_heads_size_counts_and_not_its_packets(packet_bytes: int, excess: int) -> None:
+    limit = 2000
+    head = b"GET /health HTTP/1.1\r\nHost: here\r\nX-Long: %b\r\n\r\n"
+    head %= b"x" * (limit + excess - len(head % b""))
+    parser = BoundedParser(limit)
+
+    def last_event() -> object:
+        event: object = None
+        for begin in range(0, len(head), packet_bytes):
+            parser.receive_data(head[begin : begin + packet_bytes])
+            parser.begin_turn()
+            event = parser.next_event()
+        return event
+
+    if excess == 0:
+        assert isinstance(last_event(), h11.Request)
+    else:
+        with pytest.raises(h11.RemoteProtocolError):
+            last_event()
+        assert parser.refusal is not None
+        assert (parser.refusal.status, parser.refusal.code) == (431, "head_too_large")

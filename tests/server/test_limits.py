@@ -93,7 +93,7 @@ def next_request_is_served(
         (CHUNKED + b"1\r\n \r\n" * (FREE_BODY_PIECES + 2), 413, "too_many_pieces"),
         (b"nonsense\r\n\r\n", 400, "invalid_http"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_http"),
-        (HEAD + b"X-Request-ID: " + b"x" * 2**20, 400, "invalid_http"),
+        (HEAD + b"X-Request-ID: " + b"x" * 2**20, 431, "head_too_large"),
     ],
     ids=lambda value: repr(value)[-40:],
 )
