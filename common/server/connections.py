@@ -324,8 +324,8 @@ class Connection(H11Protocol):
             )
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection, because its bytes are not HTTP, or exceed a bound of `BoundedParser`. If no answer has
-        begun, send the error first."""
+        """Close the connection, because its bytes are not HTTP or exceed a bound of `BoundedParser`. If no answer
+        has begun, send the error first."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(self.conn.refusal or ApiError(400, msg, code="invalid_http"))
         else:

@@ -4,8 +4,8 @@ A body may come in chunks of one byte, and each chunk is an event of the HTTP pa
 one read and take 0.2 s to parse, in which no other client is served. So the number of events in a turn of the event
 loop is bounded, and so is the number of pieces in a body.
 
-h11 bounds only a head that comes in several packets. One that comes whole is measured here, so that the same request
-always gets the same answer.
+h11 bounds only a head that comes in several packets. One that comes whole is measured here, so that the same
+request always gets the same answer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MEAN_PIECE_BYTES = 256
 
 
 class BoundedParser(h11.Connection):
-    """h11's HTTP parser for a server's connection. It bounds a request's head, the events that one turn of the event
-    loop parses, and the pieces (HTTP chunks or packets) of a body.
+    """h11's HTTP parser for a server's connection. It bounds a request's head, the events that one turn of the
+    event loop parses, and the pieces (HTTP chunks or packets) of a body.
 
     Args:
         max_head_bytes: bytes of a request's first line and headers at the most.

@@ -1,4 +1,4 @@
-"""`BoundedParser`: a stream's chunks, which it frames itself, are the bytes that h11 writes, and heads are bounded."""
+"""`BoundedParser` bounds a request's head, and writes the chunks of a stream byte for byte as h11 does."""
 
 from __future__ import annotations
 
