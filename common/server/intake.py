@@ -345,15 +345,6 @@ class Admission:
         self.converting = Lane("converting", threads=1, limit=16, niceness=NICENESS)
         self.encoding = Lane("encoding", threads=1, limit=None)
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return self.validating, self.compiling, self.tokenizing, self.converting, self.encoding
-
-    @property
-    def busy(self) -> bool:
-        """True if a thread of any lane is at work."""
-        return any(lane.jobs for lane in self.lanes)
-
 
 class Lane:
     """Threads for one kind of work, and a bound on the requests whose work runs or waits there.

@@ -79,7 +79,8 @@ def main() -> None:
     build_engine = functools.partial(gate.build_engine, package.PHASE.slug, orders)
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     configure_logging(options.log_level, options.log_format)
-    sys.exit(serve.serve(gated, options, config))
+    serve.serve(gated, options, config)
+    serve.exit_at_once(0)
 
 
 if __name__ == "__main__":

@@ -440,7 +440,7 @@ async def test_the_time_that_a_request_may_take_begins_when_it_has_arrived(
         late = await app.complete("late", **constrained(0))
         assert late.refusal == (504, "request_timeout")
         held.open.set()
-        await until(lambda: not app.service.admission.busy)
+        await until(lambda: not app.service.admission.compiling.jobs)
         assert app.queue_room() == engine.scheduler.queue_room()
         assert engine.telemetry.counters.requests_added == 0
 
