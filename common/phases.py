@@ -10,12 +10,14 @@ import importlib
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from common.build import EngineBuilder
-from common.config import EngineConfig
-from common.engine import Phase
 from common.errors import StartupError
+
+if TYPE_CHECKING:  # they import torch, which takes seconds; the names of the phases are known without it
+    from common.build import EngineBuilder
+    from common.config import EngineConfig
+    from common.engine import Phase
 
 GROUP = "infer.phases"
 
@@ -80,6 +82,8 @@ def _import_unregistered(name: str) -> PhasePackage:
         package = importlib.import_module(name)
     except ModuleNotFoundError:
         raise unknown from None
+    from common.engine import Phase  # with torch, which a phase has imported
+
     if not isinstance(getattr(package, "PHASE", None), Phase):  # some other module
         raise unknown
     return package

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 USAGE = """\
 usage: infer serve PHASE [options]      serve a phase; infer serve --help lists the options
@@ -51,7 +50,7 @@ def _run(words: list[str]) -> int:
             for phase in (find_phase(name).PHASE for name in phase_names()):
                 print(f"{phase.number}  {phase.slug:<18}  {phase.idea}")
         case ["serve", *arguments]:
-            _serve(arguments)
+            return _serve(arguments)
         case ["cluster", *options]:
             from cluster.__main__ import main as serve_cluster
 
@@ -83,19 +82,23 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-def _serve(arguments: Sequence[str]) -> NoReturn:
+def _serve(arguments: Sequence[str]) -> int:
+    """Serve a phase; does not return. If it is named wrongly, say so and return the exit code 2."""
     from common.errors import StartupError
     from common.phases import find_phase, phases_in_words
-    from common.server import serve
 
     if not arguments:
-        serve.exit_with(f"error: infer serve takes a phase; there are {phases_in_words()}", 2)
+        print(f"error: infer serve takes a phase; there are {phases_in_words()}", file=sys.stderr)
+        return 2
     name, *options = arguments
     try:
         find_phase(name)
     except StartupError as error:
-        serve.exit_with(f"error: {error}", 2)
-    serve.main(name, options, prog=f"infer serve {name}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from common.server import serve  # with torch and more, which take seconds
+
+    return serve.main(name, options, prog=f"infer serve {name}")
 
 
 def _fetch(name: str) -> int:

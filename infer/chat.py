@@ -318,7 +318,7 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
     if options.url:
         yield options.url.rstrip("/").removesuffix("/v1")
         return
-    from benchmarks.servers import RunningServer, Target  # with torch, which takes seconds
+    from benchmarks.servers import RunningServer, Target
     from common.phases import phase_names
 
     phase = options.phase or phase_names()[-1]
