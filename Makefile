@@ -96,9 +96,9 @@ compare: .venv/full
 cluster: .venv/cluster
 	$(BIN)/python -m cluster --phase '$(PHASE)' $(ARGS)
 
-# One thread a test worker: two workers that both want two cores wait for each other.
+# One thread a test worker: workers that want all cores wait for each other. Three, as tests also wait for servers.
 test: .venv/full
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster' $(ARGS)

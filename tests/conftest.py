@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import pytest
 import torch
 
-from common.memory import freeze
 from kernels import native
 from kernels.dispatch import HAS_TRITON
 
@@ -92,6 +91,8 @@ def pytest_collection() -> Iterator[None]:
 
     A full collection would scan the objects of all test modules and of torch and transformers: 0.5 s each time.
     """
+    from common.memory import freeze  # after the settings above
+
     gc.disable()
     try:
         return (yield)

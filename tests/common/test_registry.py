@@ -384,30 +384,24 @@ def open_in_a_process(names: list[str], endpoint: str, cache: Path, **env: str) 
 
 def test_a_hub_id_is_downloaded_once_and_only_what_is_needed(hub: StubHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    first = open_in_a_process([REPO], hub.url, cache)
-    assert first[0].startswith(f"{REPO} [")
-    assert first[0].endswith(" [3]")
+    downloaded, missing, gated = open_in_a_process([REPO, NO_REPO, GATED], hub.url, cache)
+    assert downloaded.startswith(f"{REPO} [")
+    assert downloaded.endswith(" [3]")
+    assert missing.startswith(f"REFUSED {NO_REPO} {NOT_HERE}: there is no such model")
+    assert gated.startswith(f"REFUSED {GATED} {NOT_HERE}: its owner wants their terms")
     present = {str(path.relative_to(hub.files)) for path in hub.files.rglob("*") if path.is_file()}
     assert hub.fetched() == present - set(NOT_NEEDED)
     assert not [line for line in hub.requests if any(name in line for name in NOT_NEEDED)]
     assert any(name.startswith("model-00002") for name in hub.fetched())
 
     hub.requests.clear()
-    assert open_in_a_process([REPO], hub.url, cache, HF_HUB_OFFLINE="1") == first
+    assert open_in_a_process([REPO], hub.url, cache, HF_HUB_OFFLINE="1") == [downloaded]
     assert hub.requests == []
-    assert open_in_a_process([REPO], UNREACHABLE, cache) == first
 
-
-def test_hub_models_that_we_may_not_have(hub: StubHub, tmp_path: Path) -> None:
-    missing, gated = open_in_a_process([NO_REPO, GATED], hub.url, tmp_path / "cache")
-    assert missing.startswith(f"REFUSED {NO_REPO} {NOT_HERE}: there is no such model")
-    assert gated.startswith(f"REFUSED {GATED} {NOT_HERE}: its owner wants their terms")
-
-
-def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
-    (line,) = open_in_a_process([REPO], UNREACHABLE, tmp_path / "cache")
-    assert line.startswith(f"REFUSED {REPO} {NOT_HERE}: ")
-    assert "connect" in line.lower()
+    again, unreachable = open_in_a_process([REPO, NO_REPO], UNREACHABLE, cache)
+    assert again == downloaded
+    assert unreachable.startswith(f"REFUSED {NO_REPO} {NOT_HERE}: ")
+    assert "connect" in unreachable.lower()
 
 
 def test_a_download_is_refused_in_one_line_whatever_the_library_says(monkeypatch: pytest.MonkeyPatch) -> None:

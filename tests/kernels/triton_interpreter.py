@@ -15,12 +15,23 @@ def prepare_functions_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save up to half the time of a kernel in the interpreter.
 
     The interpreter replaces the functions of `triton.language` before each launch, and again, to the same effect,
-    whenever a kernel calls another function. Only the first of these calls in a launch does something now.
+    whenever a kernel calls another function. Only the first of these calls in a launch does something now. The
+    interpreter also builds a table of all types whenever it asks for one; now each answer is kept.
     """
     from triton.runtime import interpreter
 
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    find_type, replace, launch = (
+        interpreter._get_np_dtype,
+        interpreter._patch_lang,
+        interpreter.GridExecutor.__call__,
+    )
+    types: dict[str, npt.DTypeLike] = {}  # NumPy's types by the names of Triton's, which cannot be hashed
     replaced: set[frozenset[str]] = set()  # by the modules of `triton.language` that a function sees
+
+    def numpy_type(kind: Any) -> npt.DTypeLike:
+        if kind.name not in types:
+            types[kind.name] = find_type(kind)
+        return types[kind.name]
 
     @functools.cache
     def modules_of(function: Any) -> frozenset[str]:
@@ -38,6 +49,7 @@ def prepare_functions_once(monkeypatch: pytest.MonkeyPatch) -> None:
         replaced.clear()  # the end of the launch before has restored the functions
         launch(self, *arguments, **options)
 
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
     monkeypatch.setattr(interpreter, "_patch_lang", replace_once)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
 
