@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.engine import Engine
 from common.engine_thread import EngineThread
 from common.generate import generate
+from common.grammar import GrammarCompiler
 from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -241,6 +243,18 @@ def build(
     )
     if isinstance(model, RememberingModel):
         model.pool = engine.runner.pool
+    return engine
+
+
+@functools.cache
+def _grammars() -> GrammarCompiler:
+    return build("static").grammars
+
+
+def build_constrained(phase: str, model: Any = None, **options: Any) -> Engine:
+    """Build an engine as `build` does. All these engines have one compiler, which tries each grammar once."""
+    engine = build(phase, model, **options)
+    engine.grammars = _grammars()
     return engine
 
 

@@ -28,6 +28,7 @@ from tests.engine_helpers import (
     assert_all_free,
     assert_answered,
     build,
+    build_constrained,
     byte_tokenizer,
     end_of,
     greedy,
@@ -158,7 +159,7 @@ def test_an_end_that_is_not_allowed_does_not_come(phase: str) -> None:
 
 @EVERY_PHASE
 def test_a_request_without_a_token_left_fails_alone(phase: str) -> None:
-    engine = build(phase)
+    engine = build_constrained(phase)
     stuck = add(engine, "x", greedy(9, grammar=Grammar.choice(["ab"]), bad_words=("b",)))
     others = [add(engine, [i, 1, 2], greedy(6)) for i in range(3)]
     outputs = run(engine)
@@ -171,7 +172,7 @@ def test_a_request_without_a_token_left_fails_alone(phase: str) -> None:
 
 @EVERY_PHASE
 def test_a_grammar_and_forbidden_words_hold_together(phase: str) -> None:
-    engine = build(phase)
+    engine = build_constrained(phase)
     params = greedy(
         20, grammar=Grammar.regex("[a-c]{12}"), bad_words=("ab", "b"), allowed_token_ids=(97, 98, 99, EOS)
     )

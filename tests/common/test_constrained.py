@@ -26,7 +26,7 @@ from tests.engine_helpers import (
     RememberingModel,
     add,
     assert_all_free,
-    build,
+    build_constrained,
     continuation,
     end_of,
     greedy,
@@ -71,7 +71,7 @@ A, B, X = ord("a"), ord("b"), ord("x")
 
 def test_an_answer_that_can_only_be_complete_ends(phase: str) -> None:
     """The answer ends with its last character. No further step is needed."""
-    engine = build(phase, RememberingModel(rule=likes(X, A)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(X, A)))
     assert answer(engine, Grammar.regex("a{3}b")) == ("aaab", "stop", 4)
     assert answer(engine, Grammar.regex("a{3}b"), ignore_eos=True) == ("aaab", "stop", 4)
     assert answer(engine, Grammar.regex("a{3}b"), max_new_tokens=4) == ("aaab", "stop", 4)
@@ -80,7 +80,7 @@ def test_an_answer_that_can_only_be_complete_ends(phase: str) -> None:
 
 
 def test_an_answer_that_may_go_on_ends_by_eos(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=likes(X, EOS, A)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(X, EOS, A)))
     assert answer(engine, Grammar.regex("a+")) == ("a", "eos", 2)
     assert answer(engine, Grammar.regex("a*")) == ("", "eos", 1)
     assert answer(engine, Grammar.regex("")) == ("", "eos", 1)
@@ -88,29 +88,29 @@ def test_an_answer_that_may_go_on_ends_by_eos(phase: str) -> None:
 
 @pytest.mark.parametrize("values", [{"ignore_eos": True}, {"min_tokens": 12}], ids=str)
 def test_an_ignored_eos_is_not_sampled_while_there_is_anything_else(phase: str, values: Any) -> None:
-    engine = build(phase, RememberingModel(rule=likes(EOS, A)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(EOS, A)))
     assert answer(engine, Grammar.regex("a*"), **values) == ("a" * 12, "length", 12)
     assert answer(engine, Grammar.regex("a{0,5}"), **values) == ("aaaaa", "stop", 5)
     assert answer(engine, Grammar.regex(""), **values) == ("", "eos", 1)
 
 
 def test_min_tokens_hold_eos_and_stop_tokens_back(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=likes(EOS, B, A)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(EOS, B, A)))
     assert answer(engine, Grammar.regex("[ab]*"), min_tokens=3) == ("bbb", "eos", 4)
     ended_by_b = {"min_tokens": 3, "stop_token_ids": (B,)}
-    engine = build(phase, RememberingModel(rule=likes(B, A)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(B, A)))
     assert answer(engine, Grammar.regex("[ab]*"), **ended_by_b) == ("aaa", "stop", 4)
     assert answer(engine, Grammar.regex("b+"), **ended_by_b) == ("", "stop", 1), "nothing else may come"
 
 
 def test_stop_strings_cut_what_a_grammar_made(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=likes(X, A, B)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(X, A, B)))
     assert answer(engine, Grammar.regex("aab(aab)+"), stop=("ba",)) == ("aa", "stop", 4)
     assert answer(engine, Grammar.choice(["aaxb"]), stop=("xby",)) == ("aaxb", "stop", 4), "held, then let go"
 
 
 def test_a_character_of_several_tokens(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=likes(X)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(X)))
     assert answer(engine, Grammar.choice(["né🦊"])) == ("né🦊", "stop", 7)
 
 
@@ -118,7 +118,7 @@ def test_a_character_of_several_tokens(phase: str) -> None:
 
 
 def test_choices_of_one_request_and_others_have_their_own_places(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=likes(A, B)), max_batch_size=3)
+    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)), max_batch_size=3)
     grammar = Grammar.regex("(ab){2,9}b")
     requests = [add(engine, "ask" * (i + 1), greedy(4 + i, grammar=grammar)) for i in range(3)]
     plain = [add(engine, "plain", greedy(6)), add(engine, "last", greedy(8, grammar=Grammar.regex("b+")))]
@@ -129,7 +129,7 @@ def test_choices_of_one_request_and_others_have_their_own_places(phase: str) -> 
 
 def test_nobody_asks_a_request_that_has_ended_for_a_mask() -> None:
     """A static batch computes the row of an ended request until the longest request ends."""
-    engine = build("static", RememberingModel(rule=likes(A)))
+    engine = build_constrained("static", RememberingModel(rule=likes(A)))
     short = add(engine, "ask", greedy(9, grammar=Grammar.regex("ab")))
     long = add(engine, "ask", greedy(9))
     outputs = run(engine)
@@ -140,9 +140,9 @@ def test_nobody_asks_a_request_that_has_ended_for_a_mask() -> None:
 def test_preempted_requests_go_on_where_they_were() -> None:
     grammar = Grammar.regex("(abc|bca|cab){30}")
     rule = likes(ord("b"), ord("a"), ord("c"))
-    roomy = build("paged", RememberingModel(rule=rule), block_size=4)
+    roomy = build_constrained("paged", RememberingModel(rule=rule), block_size=4)
     (expected,) = {answer(roomy, grammar, max_new_tokens=40)[0]}
-    engine = build("paged", RememberingModel(rule=rule), block_size=4, num_blocks=18)
+    engine = build_constrained("paged", RememberingModel(rule=rule), block_size=4, num_blocks=18)
     requests = [add(engine, "ask:", greedy(40, grammar=grammar)) for _ in range(4)]
     outputs = run(engine)
     assert engine.scheduler.preemptions > 0
@@ -150,7 +150,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
 
 
 def test_logprobs_are_the_models_own(phase: str) -> None:
-    engine = build(phase, RememberingModel(rule=likes(X, A)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(X, A)))
     request = add(engine, "ask", greedy(2, grammar=Grammar.regex("aa"), logprobs=1))
     for output in run(engine):
         assert output.logprobs is not None
@@ -163,7 +163,7 @@ def test_logprobs_are_the_models_own(phase: str) -> None:
 
 
 def test_a_refused_grammar_leaves_nothing_behind(phase: str) -> None:
-    engine = build(phase)
+    engine = build_constrained(phase)
     with pytest.raises(InvalidGrammarError, match="unclosed"):
         engine.create_request("ask", greedy(4, grammar=Grammar.regex("[a")))
     request = add(engine, "next", greedy(5))
@@ -177,7 +177,7 @@ def test_a_matcher_that_fails_fails_its_request_alone_and_costs_no_pass(
     phase: str, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = RememberingModel(rule=likes(A, B))
-    engine = build(phase, model)
+    engine = build_constrained(phase, model)
     grammar = Grammar.regex("(ab)+")
     undisturbed = [add(engine, "ask", greedy(6, grammar=grammar)) for _ in range(3)]
     assert [text_of(run(engine), undisturbed[0])] == ["ababab"]
@@ -204,7 +204,7 @@ def test_a_matcher_that_fails_fails_its_request_alone_and_costs_no_pass(
 
 def test_slow_masks_fail_their_request_alone(phase: str) -> None:
     """Masks of 25 ms exceed the budget within six tokens. The neighbours get all their tokens."""
-    engine = build(phase, RememberingModel(rule=likes(A, B)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)))
     slow = add(engine, "ask", greedy(30, grammar=Grammar.regex("(ab)+")))
     assert slow.matcher is not None
     slowed(slow.matcher, 0.025)
@@ -228,7 +228,7 @@ def test_slow_masks_fail_their_request_alone(phase: str) -> None:
 def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
     """The mask of every token but the first is begun before the pass that computes the token's logits."""
     model = RememberingModel(rule=likes(A, B))
-    engine = build(phase, model)
+    engine = build_constrained(phase, model)
     request = add(engine, "ask", greedy(8, grammar=Grammar.regex("(ab)+")))
     begun: list[int] = []
 
@@ -244,7 +244,7 @@ def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
 
 def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If sampling all rows at once raises, rows are sampled one by one."""
-    engine = build(phase, RememberingModel(rule=likes(A, B)))
+    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)))
     grammars = [Grammar.regex("(ab)+"), Grammar.regex("(ba)+")]
     requests = [add(engine, "ask", greedy(6, grammar=grammar)) for grammar in grammars]
 
@@ -259,7 +259,7 @@ def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: p
 
 
 def test_masks_are_of_the_rows_that_have_a_grammar() -> None:
-    engine = build("continuous")
+    engine = build_constrained("continuous")
     requests = [engine.create_request("a", greedy(4)) for _ in range(4)]
     assert TokenMasks.of(requests) is None
     for row, letter in ((1, A), (3, B)):

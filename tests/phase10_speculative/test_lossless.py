@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.generate import generate
+from common.grammar import GrammarCompiler
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase
@@ -81,7 +82,16 @@ def bits(outputs: Sequence[StepOutput]) -> list[Any]:
 def engine_of(model: CausalLM, phase: str, **options: Any) -> Any:
     package = find_phase(phase)
     config = package.Config(max_batch_size=6, max_seq_len=256, max_waiting_requests=64, **options)
-    return package.build_engine(config, model=model, tokenizer=open_checkpoint("zoo:llama-tiny").tokenizer())
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    engine = package.build_engine(config, model=model, tokenizer=tokenizer)
+    engine.grammars = grammars_of(model)
+    return engine
+
+
+@functools.cache
+def grammars_of(model: CausalLM) -> GrammarCompiler:
+    """Return a compiler that tries each grammar once for all engines of a model."""
+    return GrammarCompiler(open_checkpoint("zoo:llama-tiny").tokenizer(), model.config.eos_token_ids)
 
 
 @functools.cache
