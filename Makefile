@@ -101,7 +101,7 @@ test: .venv/full
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 test-slow: .venv/full plots
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster' $(ARGS)
 
 # The tests of the server whose requests reach the engine.
 WITH_ENGINE := access admission chat completions constrained lifecycle limits live_view log metrics operating prediction \
