@@ -21,9 +21,10 @@ from common.streams import CudaStream, Stream, TapeStream
 logger = logging.getLogger(__name__)
 
 TRIALS = 8  # runs of each measurement, of which the fastest counts
-FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of rows that `few_rows` tries, in this order
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of rows that `few_rows` tries, in this order
 HOST_S = 3e-4  # seconds of host work in a step, roughly
 HOST_TOKEN_S = 2e-5  # seconds of host work for each token of an answer, roughly: mostly HTTP
+HOST_REQUEST_S = 4e-3  # seconds by which the work for a new request delays a pass with all threads, roughly
 LONG_S = 100 * HOST_S  # seconds of a pass beside which the host's work no longer matters
 ROWS = 32  # `measure` times steps of one row and of this many
 
@@ -62,20 +63,25 @@ def record(runner: Runner, stream: TapeStream) -> None:
 
 def few_rows(runner: Runner, stream: TapeStream) -> int:
     """Return the most rows of a pass that gets one thread less: the largest of `FEW_ROWS` up to which this makes
-    the pass slower by less time than the host gains. Returns 0 if there is none.
+    the pass slower by less time than the host gains. Returns 0 if there is none. In place of the numbers that are
+    larger than a pass may be, the rows of the longest pass are tried.
 
     Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
     With one thread less, both run at the same time: the host gains `HOST_S`, and `HOST_TOKEN_S` for each sequence
-    that gets a token. A pass of few rows mostly waits for memory and may be as fast with a thread less. A pass of
-    many rows needs all threads. Passes longer than `LONG_S` count as passes of many rows.
+    that gets a token. A pass of more rows than there are seats has a prompt, so its request has just arrived: then
+    `HOST_REQUEST_S` are gained, too. (The work for a request takes about 2 ms. It stops one thread of the pass, for
+    which the others wait and spin, and the system shares out a core in periods of milliseconds.) A pass of few rows
+    mostly waits for memory and may be as fast with a thread less. A pass of many rows needs all threads. Passes
+    longer than `LONG_S` count as passes of many rows.
 
     Args:
         runner: with nothing in flight.
         stream: the runner's stream.
     """
     few = 0
-    for rows in [rows for rows in FEW_ROWS if rows <= runner.config.max_pass_tokens()]:
-        gain_s = HOST_S + min(rows, runner.config.max_batch_size) * HOST_TOKEN_S
+    most, seats = runner.config.max_pass_tokens(), runner.config.max_batch_size
+    for rows in sorted({min(rows, most) for rows in FEW_ROWS}):
+        gain_s = HOST_S + min(rows, seats) * HOST_TOKEN_S + (rows > seats) * HOST_REQUEST_S
         seconds = []
         for stream.few_rows in (rows, 0):  # passes with one thread less, then with all
             stream.take_times()
