@@ -69,33 +69,31 @@ class BoundedParser(h11.Connection):
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if in_head and error.error_status_hint == 431:  # request header fields too large
-                raise self._too_large() from None
+                raise self._head_too_large() from None
             raise
         if isinstance(event, h11.Request):
             if head_bytes(event) > self._max_head_bytes:
-                raise self._too_large()
+                raise self._head_too_large()
             self._pieces = self._body_bytes = 0
             return event if event.target.startswith(b"/") else in_origin_form(event)
         if isinstance(event, h11.Data):
             self._pieces += 1
             self._body_bytes += len(event.data)
             if self._pieces > FREE_BODY_PIECES + self._body_bytes // MEAN_PIECE_BYTES:
-                self.refusal = ApiError(
-                    413,
-                    f"{self._body_bytes} bytes of the body came in {self._pieces} pieces: send larger chunks",
-                    code="too_many_pieces",
+                says = (
+                    f"{self._body_bytes} bytes of the body came in {self._pieces} pieces: send larger chunks"
                 )
-                raise h11.RemoteProtocolError(self.refusal.message)
+                raise self._refused(413, says, "too_many_pieces")
         return event
 
-    def _too_large(self) -> h11.RemoteProtocolError:
-        """Note the refusal of a head that is too large, and return the error to raise."""
-        self.refusal = ApiError(
-            431,
-            f"the request's first line and headers have more than {self._max_head_bytes} bytes",
-            code="head_too_large",
-        )
-        return h11.RemoteProtocolError(self.refusal.message)
+    def _head_too_large(self) -> h11.RemoteProtocolError:
+        says = f"the request's first line and headers have more than {self._max_head_bytes} bytes"
+        return self._refused(431, says, "head_too_large")
+
+    def _refused(self, status: int, message: str, code: str) -> h11.RemoteProtocolError:
+        """Keep the error for the client as `refusal`, and return the error to raise."""
+        self.refusal = ApiError(status, message, code=code)
+        return h11.RemoteProtocolError(message)
 
     def send(self, event: Any) -> Any:
         """Return the bytes of an event of the answer.
