@@ -81,7 +81,9 @@ def few_rows(runner: Runner, stream: TapeStream) -> int:
     few = 0
     most, seats = runner.config.max_pass_tokens(), runner.config.max_batch_size
     for rows in sorted({min(rows, most) for rows in FEW_ROWS}):
-        gain_s = HOST_S + min(rows, seats) * HOST_TOKEN_S + (rows > seats) * HOST_REQUEST_S
+        gain_s = HOST_S + min(rows, seats) * HOST_TOKEN_S
+        if rows > seats:  # the pass has a prompt
+            gain_s += HOST_REQUEST_S
         seconds = []
         for stream.few_rows in (rows, 0):  # passes with one thread less, then with all
             stream.take_times()
