@@ -140,7 +140,11 @@ def test_a_server_in_a_process_of_its_own() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize(
     ("phase", "says"),
-    [("4", "error: --dtype"), ("statik", "no phase 'statik'; there are phase4_static")],
+    [
+        ("static", "error: --dtype"),
+        ("4", "error: --dtype"),
+        ("statik", "no phase 'statik'; there are phase4_static"),
+    ],
 )
 def test_make_serve_takes_a_number_or_a_name(phase: str, says: str) -> None:
     ready = ["--old-file=.venv/base", f"BIN={Path(sys.executable).parent}"]  # this environment, as it is
