@@ -87,7 +87,7 @@ def decode(
     ending = token_id in request.ending_token_ids
     shown = not ending or request.params.include_stop_str_in_output
     text = detokenizer.add(token_id) if shown else ""
-    if detokenizer.stopped and not ending:
+    if detokenizer.stopped_by is not None and not ending:
         reason = "stop"
     if reason is not None:
         text += detokenizer.finish()

@@ -177,7 +177,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
 
     Attributes:
-        stopped: whether a stop string is complete.
+        stopped_by: the stop string that is complete; None: none is.
         length: number of characters that `add` has decoded so far, with those held back or dropped for a stop
             string.
     """
@@ -207,7 +207,7 @@ class IncrementalDetokenizer:
         self._longest_stop = max((len(text) for text in self._stop), default=0)
         self._held = ""
         self._unfinished: list[int] = []
-        self.stopped = False
+        self.stopped_by: str | None = None
         self.length = 0
         self._context: list[int] = []  # the tokens of the latest full character
         self._stream = self._new_stream(())
@@ -233,7 +233,7 @@ class IncrementalDetokenizer:
         return stream
 
     def add(self, token_id: int) -> str:
-        """Add a token. Returns the text that can be delivered now. Sets `stopped` if a stop string is complete."""
+        """Add a token. Returns the text that can be delivered now. A complete stop string sets `stopped_by`."""
         text = self._decode(token_id)
         self.length += len(text)
         if self._unstoppable > 0:
@@ -244,7 +244,7 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """Return the text that is still held back, at the end of the answer. Drops an unfinished character."""
         held, self._held = self._held, ""
-        return "" if self.stopped else held
+        return held if self.stopped_by is None else ""
 
     # ------------------------------------------------------------------ tokens to characters
 
@@ -307,13 +307,12 @@ class IncrementalDetokenizer:
         # The stop string that is complete first wins. Of several that end at the same character, the longest wins
         # (it begins first). Only matches that end in the new text count.
         ends = [
-            (start + len(stop), start)
+            (start + len(stop), start, stop)
             for stop in self._stop
             if (start := self._held.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if ends and stoppable:
-            end, start = min(ends)
-            self.stopped = True
+            end, start, self.stopped_by = min(ends)
             said, self._held = self._held[: end if self._include_stop else start], ""
             return said
         keep = self._longest_unfinished_stop()

@@ -45,7 +45,7 @@ def tell(
 ) -> list[str]:
     """Return the delta of each token, and the rest at the end."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, stop)
-    deltas = [detokenizer.add(token_id) for token_id in token_ids if not detokenizer.stopped]
+    deltas = [detokenizer.add(token_id) for token_id in token_ids if detokenizer.stopped_by is None]
     return [*deltas, detokenizer.finish()]
 
 
@@ -278,13 +278,14 @@ def test_spaces_survive_a_restart_after_broken_bytes() -> None:
 # ---------------------------------------------------------------------- stop strings
 
 
-def cut_at_first_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the first complete stop string (of several, the longest), and if there is one."""
+def cut_at_first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first complete stop string (of several, the longest), and that stop string."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
-            return text[: end - max(map(len, complete))], True
-    return text, False
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
 
 
 def longest_begun_stop(text: str, stops: Sequence[str]) -> int:
@@ -321,39 +322,39 @@ def test_stop_strings_against_a_plain_reading(text: str, stops: list[str], seed:
     for token_id, piece in zip(ids, pieces, strict=True):
         said += detokenizer.add(token_id)
         heard += piece
-        assert detokenizer.stopped == cut_at_first_stop(heard, stops)[1]
-        if detokenizer.stopped:
+        assert detokenizer.stopped_by == cut_at_first_stop(heard, stops)[1]
+        if detokenizer.stopped_by is not None:
             break
         assert said == heard[: len(heard) - longest_begun_stop(heard, stops)]
     said += detokenizer.finish()
-    assert (said, detokenizer.stopped) == (expected, stopped)
+    assert (said, detokenizer.stopped_by) == (expected, stopped)
     shown = IncrementalDetokenizer(tokenizer, (), stops, include_stop=True)
-    said = "".join(shown.add(token_id) for token_id in ids if not shown.stopped)
+    said = "".join(shown.add(token_id) for token_id in ids if shown.stopped_by is None)
     ends = (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
-    assert (said + shown.finish(), shown.stopped) == (text[: next(ends, len(text))], stopped)
+    assert (said + shown.finish(), shown.stopped_by) == (text[: next(ends, len(text))], stopped)
 
 
 @pytest.mark.parametrize(
     ("text", "stops", "min_tokens", "said", "stopped"),
     [
-        ("anENDed", ["END"], 4, "an", True),  # the fifth token completes END
-        ("anENDed", ["END"], 5, "anENDed", False),
-        ("anENDed", ["END"], 99, "anENDed", False),
-        ("aaa", ["aa"], 2, "a", True),  # begun by a token that could not stop, completed by one that could
-        ("anENDed", ["END", "ENDING"], 5, "anENDed", False),  # held for ENDING; END came too early
-        ("anENDING", ["END", "ENDING"], 5, "an", True),
+        ("anENDed", ["END"], 4, "an", "END"),  # the fifth token completes END
+        ("anENDed", ["END"], 5, "anENDed", None),
+        ("anENDed", ["END"], 99, "anENDed", None),
+        ("aaa", ["aa"], 2, "a", "aa"),  # begun by a token that could not stop, completed by one that could
+        ("anENDed", ["END", "ENDING"], 5, "anENDed", None),  # held for ENDING; END came too early
+        ("anENDING", ["END", "ENDING"], 5, "an", "ENDING"),
     ],
 )
 def test_no_stop_string_is_completed_by_the_first_tokens(
-    text: str, stops: list[str], min_tokens: int, said: str, stopped: bool
+    text: str, stops: list[str], min_tokens: int, said: str, stopped: str | None
 ) -> None:
     detokenizer = IncrementalDetokenizer(byte_tokenizer(), [], stops, min_tokens)
     heard = ""
     for token_id in text.encode():
         heard += detokenizer.add(token_id)
-        if detokenizer.stopped:
+        if detokenizer.stopped_by is not None:
             break
-    assert (heard + detokenizer.finish(), detokenizer.stopped) == (said, stopped)
+    assert (heard + detokenizer.finish(), detokenizer.stopped_by) == (said, stopped)
 
 
 @pytest.mark.parametrize(

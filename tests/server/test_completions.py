@@ -18,6 +18,7 @@ from tests.server.support import (
     CACHING,
     PHASES,
     ServerProcess,
+    answer_of,
     assert_error,
     in_background,
     on_phases,
@@ -252,6 +253,7 @@ def test_eos_ends_with_a_token_event_without_text(server: ServerProcess) -> None
     assert events[-2][1]["token"] == ""
     done = events[-1][1]
     assert (done["finish_reason"], done["choices"][0]["finish_reason"]) == ("stop", "stop")
+    assert done["choices"][0]["stop_reason"] == chosen
     assert done["usage"]["completion_tokens"] == first + 1
 
 
@@ -273,6 +275,23 @@ def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProce
     assert answer["finish_reason"] == answer["choices"][0]["finish_reason"] == "stop"
     done = events[-1][1]
     assert done["usage"]["completion_tokens"] == len(events) - 1 == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/openai/v1/completions", "/v1/chat/completions"])
+def test_an_answer_tells_which_stop_ended_it(server: ServerProcess, path: str) -> None:
+    chunks = server.chunks(path, max_tokens=20, ignore_eos=True, return_token_ids=True)
+    said = [each for chunk in chunks for each in chunk["choices"]]
+    assert "stop_reason" not in said[-1], "its length ended it"
+    text = "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in said)
+    token = said[-2]["token_ids"][0]
+    for fields, expected in (
+        ({"stop": ["\u2603", text[7:12]]}, text[7:12]),
+        ({"stop_token_ids": [token], "stop": "\u2603"}, token),
+    ):
+        (choice,) = answer_of(server.ask(path, max_tokens=20, ignore_eos=True, **fields))["choices"]
+        *others, last = server.chunks(path, max_tokens=20, ignore_eos=True, **fields)
+        assert choice["stop_reason"] == last["choices"][0]["stop_reason"] == expected
+        assert not any("stop_reason" in chunk["choices"][0] for chunk in others)
 
 
 def test_text_held_for_a_stop_string_comes_with_the_last_token(server: ServerProcess) -> None:

@@ -20,7 +20,7 @@ from common.server.errors import from_exception
 from common.server.intake import Lane
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import Part, PartsReader, TextPart
-from common.server.replies.shapes import AnswerOrigin, Logprobs, Usage
+from common.server.replies.shapes import AnswerOrigin, Logprobs, StopReason, Usage
 from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
 from common.worker import RequestStream
@@ -197,6 +197,19 @@ class Answer:
             ready += [each for each in self._held_back if each[0].prompt is prompt]
             self._held_back = [each for each in self._held_back if each[0].prompt is not prompt]
         return ready
+
+    def stop_reason(self, choice: Choice) -> StopReason:
+        """Return the field `stop_reason` of a choice that has ended: the stop string or stop token that ended it.
+
+        Returns no field if neither did.
+        """
+        last, request = choice.latest, self.streams[choice.index].request
+        if last is None or last.finish_reason != "stop":
+            return {}
+        if last.token_id in request.params.stop_token_ids:
+            return {"stop_reason": last.token_id}
+        stopped_by = None if request.detokenizer is None else request.detokenizer.stopped_by
+        return {} if stopped_by is None else {"stop_reason": stopped_by}
 
     def usage(self) -> Usage:
         """Return the token counts of all choices together. A prompt counts once, as in its first choice's usage."""

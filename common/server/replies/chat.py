@@ -55,6 +55,7 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
             chunk = _chat_chunk(choice, delta, logprobs=logprobs)
             if number == len(deltas) and output.finish_reason is not None:
                 chunk["finish_reason"] = _chat_reason(choice, output.finish_reason)
+                chunk = {**chunk, **self.answer.stop_reason(choice)}
             yield {**chunk, **shown}
             logprobs, shown = None, {}
 
@@ -86,6 +87,7 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
                     "message": _message(choice, outputs),
                     "logprobs": chat_logprobs(answer.tokenizer, outputs),
                     "finish_reason": _chat_reason(choice, engine_reason(outputs)),
+                    **answer.stop_reason(choice),
                     **answer_tokens(answer, outputs),
                 }
                 for choice, outputs in zip(answer.choices, said, strict=True)

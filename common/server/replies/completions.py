@@ -69,7 +69,7 @@ class NamedCompletionEvents(Chunks):
         without_tokens = self.answer.shown.prompt_only
         last = chunk_choice(self.answer, choice, output) if without_tokens else empty_choice(choice)
         last["finish_reason"] = OPENAI_FINISH_REASONS[output.finish_reason]
-        data = self._chunk([last])
+        data = self._chunk([{**last, **self.answer.stop_reason(choice)}])
         data["finish_reason"] = output.finish_reason
         data["usage"] = choice.usage()
         return event(data, "done")
@@ -81,7 +81,7 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChunkChoice]:
         chunk = chunk_choice(self.answer, choice, output)
         chunk["finish_reason"] = output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason]
-        yield chunk
+        yield {**chunk, **self.answer.stop_reason(choice)} if output.finished else chunk
 
     def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
         answer = self.answer
@@ -109,6 +109,7 @@ def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCom
                 "text": choice.prompt.echo + joined_text(outputs),
                 "logprobs": completion_logprobs(answer, choice, outputs),
                 "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
+                **answer.stop_reason(choice),
                 **shown_tokens(answer, choice, outputs),
             }
             for choice, outputs in zip(answer.choices, said, strict=True)

@@ -123,7 +123,13 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class AnswerTokens(TypedDict):
+class StopReason(TypedDict):
+    """A field of a choice that is present only if a stop string or a stop token ended it."""
+
+    stop_reason: NotRequired[Annotated[str | int, Field(description="that stop string, or the token's id")]]
+
+
+class AnswerTokens(StopReason):
     """A field of a choice that is present only if asked for."""
 
     token_ids: NotRequired[Annotated[list[int], Field(description="with `return_token_ids`")]]
