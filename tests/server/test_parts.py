@@ -52,6 +52,49 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
     "hermes behind text": (HermesReader, "I look it up.\n\n" + HERMES + "\n", "I look it up.", ROME),
     "hermes twice": (HermesReader, HERMES + "\n" + HERMES, "", ROME * 2),
     "hermes, then text": (HermesReader, HERMES + " So be it. ", "So be it. ", ROME),
+    "hermes, two in one tag": (HermesReader, HERMES.replace("\n</", f"\n{LLAMA}\n</"), "", ROME * 2),
+    "hermes, a list in a tag": (
+        HermesReader,
+        f"<tool_call>[{LLAMA}, {LLAMA}]</tool_call> So.",
+        "So.",
+        ROME * 2,
+    ),
+    "hermes, another name in the same tag": (
+        HermesReader,
+        HERMES.replace("\n</", '\n{"name": "w", "arguments": {}}\n</') + " So.",
+        '{"name": "w", "arguments": {}} So.',
+        ROME,
+    ),
+    "hermes, text in the tag": (
+        HermesReader,
+        HERMES.replace("\n</", "\nSo be it.\n</") + "\nYes.",
+        "So be it.\nYes.",
+        ROME,
+    ),
+    "hermes, text behind a tag without an end": (
+        HermesReader,
+        HERMES.removesuffix("\n</tool_call>") + "\nNow I < wait.",
+        "Now I < wait.",
+        ROME,
+    ),
+    "hermes, text behind an object without an end": (
+        HermesReader,
+        HERMES.removesuffix("}\n</tool_call>") + "\nNow I wait {for it}.",
+        "Now I wait {for it}.",
+        ROME,
+    ),
+    "hermes, text like a member behind an object without an end": (
+        HermesReader,
+        HERMES.removesuffix("}\n</tool_call>") + ", and {now} I wait}.",
+        ", and {now} I wait}.",
+        ROME,
+    ),
+    "hermes, a call in a broken one": (
+        HermesReader,
+        HERMES.replace('weather"', "weather") + HERMES,
+        HERMES.replace('weather"', "weather"),
+        ROME,
+    ),
     "hermes, without an end": (HermesReader, HERMES.removesuffix("\n</tool_call>"), "", ROME),
     "hermes, twice without an end": (
         HermesReader,
@@ -101,6 +144,7 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
     "hermes, no marker": (HermesReader, " a <tool or <tool_cal", " a <tool or <tool_cal", []),
     "hermes, JSON without a marker": (HermesReader, LLAMA, LLAMA, []),
     "llama": (LlamaReader, LLAMA, "", ROME),
+    "llama, text behind an object without an end": (LlamaReader, LLAMA[:-1] + " So.", "So.", ROME),
     "llama, tagged": (LlamaReader, "<|python_tag|>" + LLAMA, "", ROME),
     "llama, tagged behind text": (LlamaReader, "Well. <|python_tag|>" + LLAMA, "Well.", ROME),
     "llama, twice": (LlamaReader, f"{LLAMA}; {LLAMA}", "", ROME * 2),
@@ -176,6 +220,27 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
     "python, nothing": (PythonReader, "[weather()]", "", one_call()),
     "python, a list": (PythonReader, '["weather", 1]', '["weather", 1]', []),
     "python, another name": (PythonReader, "[rain(a=1)]", "[rain(a=1)]", []),
+    "python, a dict as a key": (PythonReader, "[weather(city={{}})]", "[weather(city={{}})]", []),
+    "python, a list as a key": (PythonReader, "[weather(city={[1]: 2})]", "[weather(city={[1]: 2})]", []),
+    "python, an integer that nothing writes": (
+        PythonReader,
+        f"[weather(city={'1' * 5000})]",
+        f"[weather(city={'1' * 5000})]",
+        [],
+    ),
+    "hermes, an integer that nothing writes": (
+        HermesReader,
+        f'<tool_call>{{"arguments": {{"city": {"1" * 5000}}}, "name": "weather"}}</tool_call>',
+        f'<tool_call>{{"arguments": {{"city": {"1" * 5000}}}, "name": "weather"}}</tool_call>',
+        [],
+    ),
+    "python, text behind a call": (PythonReader, "[weather(city='Rome')], I say", ", I say", ROME),
+    "python, then a call of another name": (
+        PythonReader,
+        "[weather(city='Rome'), rain(a=1)]",
+        ", rain(a=1)]",
+        ROME,
+    ),
     "python, no literal": (PythonReader, "[weather(city=rome)]", "[weather(city=rome)]", []),
     "python, no name": (PythonReader, '[weather("Rome")]', '[weather("Rome")]', []),
     "python, broken off": (PythonReader, "[weather(city='Ro", "[weather(city='Ro", []),
@@ -254,9 +319,9 @@ def test_a_long_call_is_searched_once_and_parsed_once(
     searched: list[int] = []
     find = End.find
 
-    def counted(end: End, text: str, start: int = 0) -> int | None:
-        searched.append(len(text) - start)
-        return find(end, text, start)
+    def counted(end: End, piece: str) -> int | None:
+        searched.append(len(piece))
+        return find(end, piece)
 
     monkeypatch.setattr(End, "find", counted)
     parses = {
@@ -270,6 +335,50 @@ def test_a_long_call_is_searched_once_and_parsed_once(
     assert sum(searched) <= len(text)
     assert parses["_HEAD"].match.call_count <= 2
     assert parses["_loaded"].call_count + parses["_named_values"].call_count <= 2
+
+
+#: Reader and text: a beginning, and a piece that repeats.
+ENDLESS: dict[str, tuple[type[PartsReader], str, str]] = {
+    "white space before a thought": (PartsReader, "", " "),
+    "white space in a thought": (PartsReader, "<think>Hm", "\n"),
+    "white space in an answer": (HermesReader, "So", "\n"),
+    "white space before an object": (HermesReader, "<tool_call>", " "),
+    "white space behind an object": (HermesReader, HERMES, "\n"),
+    "brackets in a name": (HermesReader, '<tool_call>{"name": "', "{"),
+    "brackets in an object": (LlamaReader, "", "{"),
+    "beginnings of calls in strings": (HermesReader, "", '<tool_call>{"\\"'),
+    "calls without an end": (HermesReader, "<tool_call>", '{"name": "weather", "arguments": {},'),
+    "white space before a list": (PythonReader, "", " "),
+    "white space in a list": (PythonReader, "[", " "),
+    "white space in a fence": (PythonReader, "```tool_code", " "),
+    "letters of a name": (PythonReader, "[", "weather"),
+    "white space behind a name": (PythonReader, "[weather", " "),
+    "white space behind a call": (PythonReader, "[weather()", "\n"),
+    "white space behind a list": (PythonReader, "[weather()]", " "),
+    "commas": (PythonReader, "[weather()", ","),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_the_work_grows_with_the_text(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every delta is read together with the text that is still held, so little may be held; and text is searched
+    again only so many times."""
+    kind, beginning, piece = ENDLESS[case]
+    searched: list[int] = []
+    find = End.find
+
+    def counted(end: End, piece: str) -> int | None:
+        searched.append(len(piece))
+        return find(end, piece)
+
+    monkeypatch.setattr(End, "find", counted)
+    text = beginning + piece * (6000 // len(piece))
+    reader = kind(thinks=True, names=NAMES)
+    for letter in text:
+        reader.add(letter)
+        assert len(reader._held) <= 12
+    reader.finish()
+    assert sum(searched) <= (2 + call_readers.MOST_SEARCHES) * len(text)
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

@@ -18,7 +18,6 @@ from common.server.replies.logprobs import chat_logprobs
 from common.server.replies.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from common.server.replies.shapes import (
     AssistantMessage,
-    CalledFunction,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
@@ -26,7 +25,6 @@ from common.server.replies.shapes import (
     ChatReason,
     Delta,
     FunctionDelta,
-    ToolCall,
 )
 from common.server.requests.generation import GenerationRequest
 
@@ -127,24 +125,26 @@ def _message(choice: Choice, said: Sequence[StepOutput]) -> AssistantMessage:
     reader = choice.reader
     if reader is None:
         return {"role": "assistant", "content": choice.prompt.echo + joined_text(said), "refusal": None}
-    text, reasoning, calls = choice.prompt.echo, "", list[ToolCall]()
+    text, reasoning, calls = [choice.prompt.echo], list[str](), list[tuple[str, str, list[str]]]()
     for part in (part for output in said for part in choice.parts(output)):
         match part:
             case TextPart(piece):
-                text += piece
+                text.append(piece)
             case ReasoningPart(piece):
-                reasoning += piece
+                reasoning.append(piece)
             case CallPart(_, call_id, name):
-                called: CalledFunction = {"name": name, "arguments": ""}
-                calls.append({"id": call_id, "type": "function", "function": called})
+                calls.append((call_id, name, []))
             case ArgumentsPart(index, piece):
-                calls[index]["function"]["arguments"] += piece
-    message: AssistantMessage = {"role": "assistant", "content": text, "refusal": None}
+                calls[index][2].append(piece)
+    message: AssistantMessage = {"role": "assistant", "content": "".join(text), "refusal": None}
     if calls:
-        message["content"] = text or None
-        message["tool_calls"] = calls
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": "".join(pieces)}}
+            for call_id, name, pieces in calls
+        ]
     if reader.thinks:
-        message["reasoning_content"] = reasoning or None
+        message["reasoning_content"] = "".join(reasoning) or None
     return message
 
 

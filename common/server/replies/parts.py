@@ -20,11 +20,14 @@ a model without thoughts.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.dialect import THOUGHT_MARKERS
+
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,9 @@ class PartsReader:
     """Cuts the text of one choice into thoughts, answer text and (in the subclasses of `call_readers`) tool calls.
 
     The reader is a state machine. A state is a method that consumes as much of the held text as it can, and may
-    set the next state. It returns True if the reader should go on at once with the state that is set.
+    set the next state. It returns True if the reader should go on at once with the state that is set. A state that
+    returns False leaves no more text held than a marker is long, so the work grows with the text and not with its
+    square.
 
     Args:
         thinks: the model may think, so the text may begin with `<think>`.
@@ -87,8 +92,10 @@ class PartsReader:
         self.in_call = False
         self._deltas = 0
         self._names = frozenset(names)
-        self._held = ""
-        self._before = ""  # beginning of a possible call; answer text if it turns out not to be one
+        self._held = ""  # text that no state has consumed yet
+        self._space: list[
+            str
+        ] = []  # consumed white space, which belongs to the answer unless a marker follows
         self._behind_call = False
         self._parts: list[Part] = []
         self._final = False
@@ -123,32 +130,31 @@ class PartsReader:
     # ------------------------------------------------------------------ thoughts
 
     def _begin(self) -> bool:
-        text, marker = self._held.lstrip(), THOUGHT_MARKERS[0]
+        text, marker = self._without_space(), THOUGHT_MARKERS[0]
         if text.startswith(marker):
+            self._taken_space()
             self._held, self._state = text.removeprefix(marker), self._begin_thought
             return True
         if marker.startswith(text) and not self._final:
             return False
-        self._state = self._answer
+        self._held, self._state = self._taken_space() + text, self._answer
         return True
 
     def _begin_thought(self) -> bool:
         self.thoughts = self._deltas
-        self._held, self._state = self._held.lstrip(), self._thought
-        if not self._held:
-            self._state = self._begin_thought
+        self._held = self._held.lstrip()
+        if self._held:
+            self._state = self._thought
         return bool(self._held)
 
     def _thought(self) -> bool:
         self.thoughts = self._deltas
-        thought, marker, rest = self._held.partition(THOUGHT_MARKERS[1])
-        if marker:
-            self._held, self._state = rest, self._end_thought
-            thought = thought.rstrip()
-        else:
-            thought, self._held = self._split(THOUGHT_MARKERS[1])
+        thought, marker = self._text_before(THOUGHT_MARKERS[1])
         if thought:
             self._parts.append(ReasoningPart(thought))
+        if marker:
+            self._taken_space()
+            self._state = self._end_thought
         return bool(marker)
 
     def _end_thought(self) -> bool:
@@ -161,6 +167,10 @@ class PartsReader:
 
     def _answer(self) -> bool:
         """State after the thoughts: all of the text belongs to the answer. Subclasses look for calls instead."""
+        return self._text()
+
+    def _text(self) -> bool:
+        """State in answer text that no call follows."""
         self._say(self._held)
         self._held = ""
         return False
@@ -173,20 +183,6 @@ class PartsReader:
             self._parts.append(TextPart(text))
             self._behind_call = False
 
-    def _split(self, *markers: str) -> tuple[str, str]:
-        """Split the held text into text that is certain and an end that may become one of `markers`.
-
-        White space at the end belongs to a marker that may follow, so it is not certain. In `finish`, all of the
-        text is certain.
-        """
-        text = self._held
-        if self._final:
-            return text, ""
-        longest = min(max(map(len, markers)) - 1, len(text))
-        begun = next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in markers)), 0)
-        cut = len(text[: len(text) - begun].rstrip())
-        return text[:cut], text[cut:]
-
     def _begin_call(self, name: str) -> None:
         self._parts.append(CallPart(self.calls, f"call_{uuid.uuid4().hex[:24]}", name))
         self.calls += 1
@@ -194,3 +190,42 @@ class PartsReader:
 
     def _add_arguments(self, text: str) -> None:
         self._parts.append(ArgumentsPart(self.calls - 1, text))
+
+    # ------------------------------------------------------------------ held text
+
+    def _without_space(self, space: re.Pattern[str] = _SPACE) -> str:
+        """Move what `space` matches from the beginning of the held text to the consumed white space. Return the
+        rest of the held text."""
+        found = space.match(self._held)
+        if found is not None and found.end():
+            self._space.append(found[0])
+            self._held = self._held[found.end() :]
+        return self._held
+
+    def _taken_space(self) -> str:
+        """Return the consumed white space, and forget it."""
+        space, self._space = "".join(self._space), []
+        return space
+
+    def _text_before(self, *markers: str) -> tuple[str, str]:
+        """Consume the held text up to and including the first of `markers`.
+
+        Returns the text that is certain, and the marker: "" if none has come. White space at the end of the text is
+        not certain, since it belongs to a marker that may follow, and an end that may become a marker stays held.
+        In `finish`, all of the text is certain.
+        """
+        held, at, marker = self._held, len(self._held), ""
+        places = [(place, each) for each in markers if (place := held.find(each)) >= 0]
+        if places:
+            at, marker = min(places)
+        elif not self._final:
+            longest = min(max(map(len, markers)) - 1, len(held))
+            ends = (n for n in range(longest, 0, -1) if any(m.startswith(held[-n:]) for m in markers))
+            at -= next(ends, 0)
+        self._held = held[at + len(marker) :]
+        if self._final and not marker:
+            return self._taken_space() + held, ""
+        text = held[:at].rstrip()
+        before = self._taken_space() if text else ""
+        self._space.append(held[len(text) : at])
+        return before + text, marker
