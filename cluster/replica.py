@@ -66,6 +66,7 @@ class Replica:
             pace_refusals=False,  # the front does, and asks another replica if this one is full
             tool_call_parser=server_options.tool_call_parser,
             reasoning_parser=server_options.reasoning_parser,
+            strict_fields=server_options.strict_fields,
         )
         self._service: Service = self._app.state.server
         self._service.created = created

@@ -58,6 +58,7 @@ def create_app(
     admin: bool = False,
     tool_call_parser: ToolCallParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
+    strict_fields: bool = False,
 ) -> FastAPI:
     """Return the ASGI app that serves an engine. The app starts the engine's worker and stops it at shutdown.
 
@@ -81,6 +82,7 @@ def create_app(
             front of a cluster passes requests on to this app and limits the rate itself.
         admin: whether clients may pause the engine (`POST /pause`, `POST /resume`).
         tool_call_parser, reasoning_parser: how tool calls and thoughts are found in answers (`Dialect.of`).
+        strict_fields: whether unknown fields of a request's body are refused instead of ignored.
 
     Raises:
         TypeError: the engine runs in another process, and its worker is missing.
@@ -99,6 +101,7 @@ def create_app(
         ping_s=ping_s,
         live_view=live_view,
         dialect=Dialect.of(engine.tokenizer, tool_call_parser, reasoning_parser),
+        strict_fields=strict_fields,
     )
 
     @contextlib.asynccontextmanager

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
 from common.server.errors import OVERLOADED, ApiError, from_exception, shorten, unavailable
+from common.server.known_fields import Ignored, review
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 
@@ -31,19 +32,12 @@ MAX_BODY_BYTES = 2 * 1024 * 1024
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 2**14
 
-# Strict: "5" is not 5, and true is not 1. Unknown fields are refused by `_refuse_unknown`: pydantic's own refusal
-# reports each unknown field, which takes seconds for two megabytes of fields.
-BODY = ConfigDict(
-    strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
-)
+# Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them.
+BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 #: Prefix of all tags. A tag names one of the types that a field's value may have (pydantic's tagged unions).
 #: pydantic puts tags into an error's location, where they mean nothing to a client. `_explain` removes them.
 TAG = "as "
-
-#: The type of pydantic's error for a field that is not implemented. Its ApiError has the field's whole path in the
-#: body as `param`. Other errors have only the path's first part.
-NOT_IMPLEMENTED = "not_implemented"
 
 _SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
 
@@ -55,6 +49,7 @@ class Limits:
     models: tuple[str, ...]  # names of the served model; answers have the first
     max_choices: int  # of one request: as many as the queue has places
     vocab_size: int
+    strict_fields: bool = False  # unknown fields are refused, not ignored
 
 
 class Bodies:
@@ -234,6 +229,14 @@ class Body(BaseModel):
     """A request's body. For every field that has a default, null means that default."""
 
     model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ()  # of `UNIMPLEMENTED` and `HINTS`
+
+    _ignored: Ignored = PrivateAttr(default_factory=Ignored)
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        """The paths of the body's unknown fields (`Ignored.paths`)."""
+        return self._ignored.paths
 
     def check(self, limits: Limits) -> None:
         """Refuse a well-formed body that cannot be served.
@@ -257,7 +260,7 @@ def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
         parsed = form.model_validate_json(body)
     except ValidationError as error:
         raise _explain(error) from None
-    _refuse_unknown(parsed)
+    review(parsed, parsed._ignored, strict=limits.strict_fields)
     parsed.check(limits)
     return parsed
 
@@ -305,26 +308,6 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(422, f"{param}: {message}", param=param, code="invalid_value")
 
 
-def _refuse_unknown(body: BaseModel, prefix: str = "") -> None:
-    """Raise ApiError (422) if a body, or an object in it, has an unknown field.
-
-    `prefix`: the path of `body` in the whole body, with a dot at its end; empty for the whole body.
-    """
-    unknown = next(iter(body.model_extra or ()), None)
-    if unknown is not None:
-        name = prefix + shorten(unknown, 100)
-        raise ApiError(422, f"{name}: unknown field", param=name, code="unknown_field")
-    for name in body.model_fields_set:
-        value = getattr(body, name, None)
-        if isinstance(value, BaseModel):
-            _refuse_unknown(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            for number, item in enumerate(value):
-                if not isinstance(item, BaseModel):  # a list of plain values: however long, it has no fields
-                    break
-                _refuse_unknown(item, f"{prefix}{name}[{number}].")
-
-
 def _explain(error: ValidationError) -> ApiError:
     """Return the ApiError for a body's first mistake in syntax or type, or else for its first mistake."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
@@ -336,7 +319,7 @@ def _explain(error: ValidationError) -> ApiError:
     return ApiError(
         400 if _is_syntax(worst) else 422,
         f"{where}: {message}" if where else message,
-        param=where if kind == NOT_IMPLEMENTED else str(path[0]) if path else None,
+        param=str(path[0]) if path else None,
         code={"json_invalid": "invalid_json", "missing": "missing_field"}.get(
             kind, "invalid_type" if kind.endswith("_type") else "invalid_value"
         ),
@@ -351,4 +334,4 @@ def _is_syntax(detail: ErrorDetails) -> bool:
     kind = detail["type"]
     if kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")):
         return True
-    return detail["loc"][:1] == ("prompt",) and kind != NOT_IMPLEMENTED
+    return detail["loc"][:1] == ("prompt",)

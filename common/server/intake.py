@@ -164,17 +164,16 @@ class Intake:
 
         return await self._admission.compiling.run(compile_all)
 
-    async def tokenize(self, body: bytes) -> tuple[list[int], list[str] | None]:
+    async def tokenize(self, wanted: TokenizeRequest) -> tuple[list[int], list[str] | None]:
         """Return the token ids of the text or conversation in a body of `/tokenize`, and each token's spelling.
 
         The spellings, as in the vocabulary, are None unless the body asks for them.
 
         Raises:
-            ApiError: as `parse`; 503, the lane `converting` is full.
+            ApiError: 503, the lane `converting` is full.
             InvalidRequestError: the model has no chat template, or its template refuses the conversation, or the
                 text is too long (`MAX_LENGTHS`).
         """
-        wanted = await self.parse(body, TokenizeRequest)
         tokenizer = self._engine.tokenizer
 
         def convert() -> tuple[list[int], list[str] | None]:
@@ -185,13 +184,12 @@ class Intake:
 
         return await self._admission.converting.run(convert)
 
-    async def detokenize(self, body: bytes) -> str:
+    async def detokenize(self, wanted: DetokenizeRequest) -> str:
         """Return the text of the token ids in a body of `/detokenize`, special tokens included.
 
         Raises:
-            ApiError: as `parse`; 503, the lane `converting` is full.
+            ApiError: 503, the lane `converting` is full.
         """
-        wanted = await self.parse(body, DetokenizeRequest)
         decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
         return await self._admission.converting.run(decode)
 

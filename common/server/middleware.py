@@ -42,6 +42,7 @@ from common.server.replies.shapes import json_response
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 
 REQUEST_ID = "x-request-id"
+IGNORED = "x-infer-ignored"  # header: paths of the body's fields that the server does not know
 
 _REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log
 
@@ -178,15 +179,16 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": origins,
         "allow_methods": ["GET", "POST"],
         "allow_headers": ["*"],
-        "expose_headers": [REQUEST_ID, "Retry-After", SHOULD_RETRY],
+        "expose_headers": [REQUEST_ID, IGNORED, "Retry-After", SHOULD_RETRY],
     }
 
 
 class RequestIds(Middleware):
-    """Gives every answer the `x-request-id` of its request, or a generated one.
+    """Gives every answer the `x-request-id` of its request, or a generated one, and names ignored fields.
 
     Sets `request_id` in the request's state, and `named`: whether the client chose the id. If a front of a cluster
-    generated the id, it has set `named` already.
+    generated the id, it has set `named` already. A route puts the text of `x-infer-ignored` into the state, as
+    `ignored`.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,11 +202,18 @@ class RequestIds(Middleware):
             await refuse(refusal, scope, receive, send)
             return
         request_id = given or uuid.uuid4().hex
-        state = {"named": given is not None, **scope.get("state", {}), "request_id": request_id}
+        state: dict[str, Any] = {
+            "named": given is not None,
+            **scope.get("state", {}),
+            "request_id": request_id,
+        }
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                if "ignored" in state:
+                    headers[IGNORED] = state["ignored"]
             await send(message)
 
         await self.app({**scope, "state": state}, receive, send_with_id)

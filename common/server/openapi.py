@@ -81,7 +81,7 @@ class Documented:
 
 _MALFORMED = "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist"
 _REFUSED = (
-    "A value out of range, an unknown field, a prompt too long for the server, "
+    "A value out of range, a field that is not implemented, a prompt too long for the server, "
     "a grammar that cannot be followed"
 )
 _BUSY = "The queue is full, the server is shutting down, or its engine is dead"

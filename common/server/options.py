@@ -66,6 +66,10 @@ class CommonOptions(BaseModel):
         description="format in which the model marks its thoughts; auto: found from its chat template; none: "
         "thoughts are part of the answer",
     )
+    strict_fields: bool = Field(
+        default=False,
+        description="refuse requests with fields that the server does not know, instead of ignoring these fields",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe messages that are logged; info has a line for each request"
     )

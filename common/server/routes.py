@@ -16,7 +16,6 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from common.server.bodies import refused
 from common.server.errors import from_exception, status_at
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_longest_choices
@@ -30,6 +29,7 @@ from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.generation import GenerationRequest
 from common.server.requests.responses import ResponsesRequest
+from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.service import Served, Service
 from common.server.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
 
@@ -69,20 +69,14 @@ def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request
 
 
 def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
-    """Return the field `stream`, or False if the body leaves it out: OpenAI's rule.
-
-    Raises:
-        ApiError: 422, the body has `stream_options` but does not ask for a stream.
-    """
-    if not wanted.stream and wanted.stream_options is not None:
-        raise refused("stream_options", 'only with "stream": true')
+    """Return the field `stream`, or False if the body leaves it out: OpenAI's rule."""
     return bool(wanted.stream)
 
 
 COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl-")
 STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl-")
 CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl-")
-RESPONSES = Route(ResponsesRequest, ResponseEvents, lambda wanted, _: bool(wanted.stream), "resp_")
+RESPONSES = Route(ResponsesRequest, ResponseEvents, streams_if_asked_to, "resp_")
 
 
 @router.post("/v1/completions")
@@ -172,6 +166,7 @@ async def take_in(
     `arrived_s` is the time by which the body had come, on `time.monotonic`'s clock.
     """
     wanted = await service.intake.parse(body, route.body)
+    service.note_ignored(request, wanted)
     streaming = route.streams(wanted, request)
     # The request's id becomes part of the answer's, unless the client chose it: answers need unique ids.
     number = uuid.uuid4().hex if request.state.named else request.state.request_id
@@ -198,7 +193,9 @@ async def take_in(
 async def tokenize(request: Request, service: Served) -> Response:
     """Return the token ids of a text, or of a conversation as chat renders it."""
     body = await service.bodies.read_json(request)
-    tokens, spelled = await while_connected(request.receive, service.intake.tokenize(body))
+    wanted = await while_connected(request.receive, service.intake.parse(body, TokenizeRequest))
+    service.note_ignored(request, wanted)
+    tokens, spelled = await while_connected(request.receive, service.intake.tokenize(wanted))
     reply: Tokens = {
         "count": len(tokens),
         "max_model_len": service.engine.max_seq_len,
@@ -212,5 +209,7 @@ async def tokenize(request: Request, service: Served) -> Response:
 async def detokenize(request: Request, service: Served) -> Response:
     """Return the text of token ids, special tokens included."""
     body = await service.bodies.read_json(request)
-    reply: Text = {"prompt": await while_connected(request.receive, service.intake.detokenize(body))}
+    wanted = await while_connected(request.receive, service.intake.parse(body, DetokenizeRequest))
+    service.note_ignored(request, wanted)
+    reply: Text = {"prompt": await while_connected(request.receive, service.intake.detokenize(wanted))}
     return json_response(reply)

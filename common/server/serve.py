@@ -126,6 +126,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             admin=options.admin or bool(options.api_key),
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
+            strict_fields=options.strict_fields,
         )
         service: Service = app.state.server
         address = url_of(listener, tls=options.ssl_certfile is not None)

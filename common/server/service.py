@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,13 +16,18 @@ from common.dialect import Dialect
 from common.engine_front import EngineFront
 from common.errors import EngineDeadError
 from common.server.backlogs import Backlogs
-from common.server.bodies import Bodies, Limits
+from common.server.bodies import Bodies, Body, Limits
 from common.server.errors import unavailable
 from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
 from common.version import project_version
 from common.worker import EngineWorker
+
+logger = logging.getLogger(__name__)
+
+#: Most ignored fields that the log names in a server's life: clients make up their names.
+MOST_LOGGED_FIELDS = 256
 
 
 class Service:
@@ -53,6 +59,7 @@ class Service:
         ping_s: float,
         live_view: bool,
         dialect: Dialect,
+        strict_fields: bool,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -68,6 +75,7 @@ class Service:
             models=model_names,
             max_choices=engine.config.max_waiting_requests,
             vocab_size=engine.model.config.vocab_size,
+            strict_fields=strict_fields,
         )
         self.dialect = dialect
         self.admission = Admission()
@@ -75,6 +83,19 @@ class Service:
         self.live_view = LiveView(worker) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
         self.recordings = Recordings(worker)
+        self._logged_fields: set[str] = set()  # ignored fields that the log has named
+
+    def note_ignored(self, request: Request, body: Body) -> None:
+        """Name the unknown fields of a body in the answer's header `x-infer-ignored` and, each once, in the log."""
+        if not body.ignored:
+            return
+        request.state.ignored = ",".join(body.ignored.values())
+        room = MOST_LOGGED_FIELDS - len(self._logged_fields)
+        new = [path for path in body.ignored if path not in self._logged_fields][:room]
+        self._logged_fields.update(new)
+        if new:
+            last = "; no further fields are named" if len(new) == room else ""
+            logger.info("unknown fields are ignored: %s%s", ", ".join(new), last)
 
     def require_health(self) -> None:
         """Check that the engine works.

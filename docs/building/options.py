@@ -14,11 +14,11 @@ from benchmarks.calibrate import LOADS
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from cluster.options import ClusterOptions
 from common.phases import find_phase, phase_names
+from common.server.known_fields import HINTS, UNIMPLEMENTED
 from common.server.options import CommonOptions, ServerOptions, flag_of
 from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.generation import GenerationRequest
-from common.server.requests.known_fields import TABLES, lines_of
 from common.server.requests.responses import ResponsesRequest
 from docs.building.markdown import table
 
@@ -70,10 +70,10 @@ BODIES = {"completions": CompletionRequest, "chat": ChatRequest, "responses": Re
 
 
 def request_fields_table(route: str) -> str:
-    """Return a table of a route's implemented fields. For routes other than `completions`, it leaves out the fields
+    """Return a table of a route's fields. For routes other than `completions`, it leaves out the fields
     that all routes share."""
     body = BODIES[route]
-    fields = {name: field for name, field in body.model_fields.items() if name not in lines_of(body)}
+    fields = dict(body.model_fields)
     if route != "completions":
         same = {(name, field.description) for name, field in GenerationRequest.model_fields.items()}
         fields = {name: field for name, field in fields.items() if (name, field.description) not in same}
@@ -86,14 +86,20 @@ def unimplemented_fields_table() -> str:
     rows = [
         [
             f"`{name}`",
-            title,
-            ", ".join(f"`{json.dumps(value)}`" for value in line.values),
+            place,
+            ", ".join(f"`{json.dumps(value)}`" for value in (None, *line.neutral)),
             _escape(line.reason),
         ]
-        for title, body in TABLES.items()
-        for name, line in lines_of(body).items()
+        for place, lines in UNIMPLEMENTED.items()
+        for name, line in lines.items()
     ]
-    return table(["field", "of", "accepted at", "otherwise"], rows, "llll")
+    return table(["field", "in", "accepted at", "otherwise"], rows, "llll")
+
+
+def hints_table() -> str:
+    """Return the table of request fields that are accepted with any value and change nothing."""
+    rows = [[place, ", ".join(f"`{name}`" for name in sorted(names))] for place, names in HINTS.items()]
+    return table(["in", "fields"], rows, "ll")
 
 
 def workloads_table(*, chats: bool = False) -> str:

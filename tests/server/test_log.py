@@ -133,7 +133,7 @@ def test_a_refusal_says_why_and_is_a_warning_if_the_server_is_the_reason(gated: 
         ({"temperature": "hot"}, "400 invalid_type: 'temperature: "),
         ({"temperature": -1}, "422 invalid_value: 'temperature: "),
         ({"max_tokens": 100_000}, "422 invalid_value: 'max_tokens 100000 leaves no room "),
-        ({"a\x1b[31m\nERROR": 1}, r"422 unknown_field: 'a\x1b[31m\nERROR: unknown field'"),
+        ({"suffix": "\x1b\nERROR"}, r"""422 invalid_value: 'suffix: "\\u001b\\nERROR" is refused"""),
     ):
         assert gated.post(prompt=WROTE, **fields).status_code in (400, 422)
         (line,) = lines(gated, 1)

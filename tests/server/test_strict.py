@@ -80,8 +80,6 @@ def test_continuous_usage_is_in_every_chunk(server: ServerProcess) -> None:
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt": "word " * 5000}, "prompt"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
     ],
 )
 def test_refusals_are_400(server: ServerProcess, fields: dict[str, Any], param: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
 
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import by_type
-from common.server.requests.known_fields import VllmStructuredFields
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -62,11 +61,12 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 }
 
 
-class StructuredOutputs(VllmStructuredFields):
+class StructuredOutputs(BaseModel):
     """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields `json`,
     `regex`, `choice` and `grammar` is set."""
 
     model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 
     json_: JsonSchema | None = Field(
         default=None, alias="json", description="a JSON Schema, or its JSON text"

@@ -17,7 +17,6 @@ from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import refuse_other_parts, text_of
 from common.server.requests.generation import GenerationRequest
-from common.server.requests.known_fields import OpenAIChatFields, TemplateFields, VllmChatFields
 from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages
 from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, tool_use_of
 
@@ -25,7 +24,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 EFFORT = "how much the model reasons before it answers, if its template has the variable `reasoning_effort`"
 
 
-class TemplateOptions(TemplateFields):
+class TemplateOptions(BaseModel):
     """Fields that say how a conversation becomes the text of a prompt (by the model's chat template)."""
 
     add_generation_prompt: bool | None = Field(
@@ -127,6 +126,7 @@ def require_tools(dialect: Dialect) -> None:
 class ConversationRequest(GenerationRequest, TemplateOptions):
     """A request to answer a conversation, perhaps by calls of tools."""
 
+    places: ClassVar[tuple[str, ...]] = ("all bodies", "conversations")
     adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes the special tokens
     has_parts: ClassVar[bool] = True
 
@@ -204,7 +204,7 @@ class Prediction(BaseModel):
     content: Content
 
 
-class ChatRequest(ConversationRequest, OpenAIChatFields, VllmChatFields):
+class ChatRequest(ConversationRequest):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
     messages: Messages = Field(

@@ -11,7 +11,6 @@ from common.dialect import Dialect
 from common.server.bodies import refused
 from common.server.requests.answer_forms import Text
 from common.server.requests.generation import GenerationRequest, Shown, TokenId
-from common.server.requests.known_fields import OpenAICompletionFields, VllmCompletionFields
 
 #: The tag of a prompt that is a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {
@@ -52,9 +51,10 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(GenerationRequest, OpenAICompletionFields, VllmCompletionFields):
+class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`. null means the default, for all but `prompt`."""
 
+    places: ClassVar[tuple[str, ...]] = ("all bodies", "completions")
     adds_special_tokens_by_default: ClassVar[bool] = True
     default_new_tokens: ClassVar[int | None] = 128
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, Tag
 
 from common.calls import ToolUse
 from common.dialect import Dialect
@@ -18,7 +17,6 @@ from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.requests.answer_forms import ResponseFormat, StructuredOutputs
 from common.server.requests.forms import by_type
-from common.server.requests.known_fields import OpenAIStreamFields, VllmFields
 
 # fail_fast: only the first bad item of a list is reported, so two megabytes of bad items cost one error.
 TokenId = Annotated[int, Field(ge=0)]
@@ -30,19 +28,6 @@ Stop = Annotated[
 ]
 
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
-
-
-def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return `metadata` unchanged.
-
-    Raises:
-        PydanticCustomError: a name is too long, or a value is too long or no text.
-    """
-    if any(len(name) > 64 or type(text) is not str or len(text) > 512 for name, text in metadata.items()):
-        raise PydanticCustomError(
-            "metadata", "names have up to 64 characters, and values are texts of up to 512 characters"
-        )
-    return metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +56,11 @@ class Shown:
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
-class StreamOptions(OpenAIStreamFields):
+class StreamOptions(BaseModel):
     """Options that say when a stream reports its usage. A JSON answer always has it."""
 
     model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ("stream_options",)
 
     include_usage: bool | None = Field(
         default=False, description="a last `usage` event with empty `choices` and the usage of all choices"
@@ -84,7 +70,7 @@ class StreamOptions(OpenAIStreamFields):
     )
 
 
-class GenerationRequest(Body, VllmFields):
+class GenerationRequest(Body):
     """A request for text: a model, how to sample, when to end, and the form of the answer."""
 
     adds_special_tokens_by_default: ClassVar[bool]
@@ -217,14 +203,9 @@ class GenerationRequest(Body, VllmFields):
     user: str | None = Field(
         default=None, max_length=256, description="a label, which is written to the server's log"
     )
-    safety_identifier: str | None = Field(default=None, max_length=256, description="a label")
-    prompt_cache_key: str | None = Field(default=None, max_length=256, description="a label")
-    metadata: Annotated[dict[str, Any], AfterValidator(_check_metadata)] | None = Field(
-        default=None,
-        max_length=16,
-        description="labels: a map from names of up to 64 characters to texts of up to 512",
-        json_schema_extra={"additionalProperties": {"type": "string", "maxLength": 512}},
-    )
+    safety_identifier: str | None = Field(default=None, description="a label")
+    prompt_cache_key: str | None = Field(default=None, description="a label")
+    metadata: dict[str, Any] | None = Field(default=None, description="labels, by name")
     logit_bias: dict[str, Any] | None = Field(
         default=None,
         max_length=1024,

@@ -13,7 +13,7 @@ function_call_output                             {"role": "tool", "tool_call_id"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
@@ -27,7 +27,6 @@ from common.server.requests.forms import (
     refuse_other_parts,
     text_of,
 )
-from common.server.requests.known_fields import OpenAIInputFields, OpenAIPartFields
 from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import CalledFunction, ToolCall
 
@@ -35,8 +34,10 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Label = Annotated[str, Field(max_length=256)]
 
 
-class TextPart(OpenAIPartFields):
+class TextPart(BaseModel):
     """A part of a message's content, or of a function's output."""
+
+    model_config = BODY
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -61,8 +62,11 @@ Content = Annotated[
 TEXT_ONLY = "only parts of text are read"
 
 
-class InputItem(OpenAIInputFields):
+class InputItem(BaseModel):
     """An item of the input. An item of a response's output can be sent back as it is."""
+
+    model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ("items",)
 
     id: Label | None = Field(default=None, description="a label")
     status: ItemStatus | None = Field(default=None, description="a label")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag, ValidationInfo, field_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from common.calls import Call
 from common.server.bodies import BODY, refused
+from common.server.known_fields import OLD_TOOLS
 from common.server.requests.forms import Other, by_kind, by_type, refuse_other_parts, text_of
-from common.server.requests.known_fields import OLD_TOOLS, OpenAIMessageFields
 from common.server.requests.tools import ToolCall
 
 
@@ -37,8 +37,11 @@ Content = Annotated[
 TEXT_ONLY = "only parts of type 'text' are read"
 
 
-class ChatMessage(OpenAIMessageFields):
+class ChatMessage(BaseModel):
     """A message of a conversation. An answer's `message` can be sent back as it is."""
+
+    model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ("messages",)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]}

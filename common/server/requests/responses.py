@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import orjson
 from pydantic import BaseModel, Field, Tag
@@ -18,13 +18,6 @@ from common.server.replies.response_shapes import Settings
 from common.server.requests.chat import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.requests.forms import Other, by_kind
 from common.server.requests.items import Input, check_items, message
-from common.server.requests.known_fields import (
-    OpenAIReasoningFields,
-    OpenAIResponsesFields,
-    OpenAIStreamFields,
-    OpenAITextFields,
-    OpenAIToolFields,
-)
 from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word
 
@@ -35,8 +28,10 @@ LOGPROBS, ENCRYPTED = get_args(Includable)
 MAX_SETTINGS = 2**18
 
 
-class FunctionTool(OpenAIToolFields, FunctionFields):
+class FunctionTool(FunctionFields):
     """A tool in the body of responses: a function that the model may call."""
+
+    places: ClassVar[tuple[str, ...]] = ("tools of responses",)
 
     type: Literal["function"]
     strict: bool | None = Field(
@@ -112,20 +107,28 @@ class TextFormat(BaseModel):
     strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
 
 
-class TextOptions(OpenAITextFields):
+class TextOptions(BaseModel):
     """The field `text` of the body, with the form of the answer."""
+
+    model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ("text",)
 
     format: TextFormat | None = None
 
 
-class ReasoningOptions(OpenAIReasoningFields):
+class ReasoningOptions(BaseModel):
     """The field `reasoning` of the body: how the model reasons."""
+
+    model_config = BODY
+    places: ClassVar[tuple[str, ...]] = ("reasoning",)
 
     effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
 
 
-class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
+class ResponsesRequest(ConversationRequest):
     """The body of `POST /v1/responses`. null means the default, for all but `input`."""
+
+    places: ClassVar[tuple[str, ...]] = ("all bodies", "conversations", "responses")
 
     input: Input = Field(
         description="a text, or a list of items: messages, reasoning, function calls and their outputs"
@@ -151,7 +154,6 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
         description="`auto`: a conversation that is too long is cut, and its last tokens stay",
     )
     stream: bool | None = Field(default=False, description="answer with an event stream")
-    stream_options: OpenAIStreamFields | None = None  # type: ignore[assignment]  # the last event has the usage
 
     @property
     def turns(self) -> list[ChatMessage]:
@@ -266,8 +268,9 @@ class ResponsesRequest(OpenAIResponsesFields, ConversationRequest):
             raise refused("text.format", "schema and type 'json_schema' go together; send both or neither")
         if wanted.schema_ is not None and wanted.name is None:
             raise refused("text.format.name", "a schema needs a name, which is a label")
-        if wanted.type != "text" and self.structured_outputs is not None:
-            raise refused("structured_outputs", "text.format says already what answers look like; send one")
+        for name in ("response_format", "structured_outputs"):
+            if wanted.type != "text" and getattr(self, name) is not None:
+                raise refused(name, "text.format says already what answers look like; send one")
 
 
 def _written(schemas: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from common.dialect import Dialect
@@ -13,6 +15,8 @@ from common.server.requests.messages import Messages
 
 class TokenizeRequest(Body, TemplateOptions):
     """The body of `POST /tokenize`: a text or a conversation."""
+
+    places: ClassVar[tuple[str, ...]] = ("conversations",)
 
     model: str | None = Field(default=None, description="a name of the served model; default: that model")
     prompt: str | None = Field(default=None, description="a text, or else `messages`")

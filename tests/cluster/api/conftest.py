@@ -17,7 +17,6 @@ TABLES = {
     "test_chat.py::test_refusals",
     "test_constrained.py::test_refusals_name_the_field_and_come_before_the_stream",
     "test_errors.py::test_another_model",
-    "test_errors.py::test_unknown_fields",
     "test_errors.py::test_values_out_of_range",
     "test_responses.py::test_refusals",
 }
