@@ -30,13 +30,13 @@ from kernels.paged_attention import SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a logit and of its share of sampling's tensors: float32 copies, sorted indices (int64), float64 sums.
+#: Bytes of a logit and of its share of sampling's tensors: float32 scores, sorted indices (int64), float64 sums.
 #: Measured with every filter on: 60 to 71 bytes a logit, depending on the allocator's fragmentation; 40 with a
 #: temperature alone.
 SAMPLING_BYTES_PER_LOGIT = 72
 #: The same bytes on a GPU with Triton, where kernels draw without a sort (`kernels.draw`). With biases, penalties,
 #: masks and log-probabilities, tensors of 20 bytes a logit exist at once. Phases 9 and 10 also keep a count of 4
-#: bytes for each sequence and token (`kernels.penalties`). With filters only, there are the logits, of 2 to 4
+#: bytes for each sequence and token (`kernels.penalties`). With filters only, there are the logits, of 4
 #: bytes, and the sums of searches, of 60 KB a row.
 DRAWN_BYTES_PER_LOGIT = 24
 #: Memory that libraries keep: weights packed for a product, products compiled for a size. Measured on a CPU: 60 to
@@ -74,8 +74,8 @@ def estimate_memory(
     kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
     per_token = _activation_bytes_per_token(model, dtype, device)
     per_logit = DRAWN_BYTES_PER_LOGIT if kernels_on(device) == "triton" else SAMPLING_BYTES_PER_LOGIT
-    # Graphs share the scratch memory of the largest graph, with float32 scores for penalties, and a buffer to which
-    # they copy the logits.
+    # Graphs share the scratch memory of the largest graph, with logits and scores for penalties, and a buffer to
+    # which they copy the logits. All three are float32.
     graphs = 0
     if device.type == "cuda":
         # Partial results of a decoding sequence's splits, in float32 (kernels.paged_attention), in one layer.
@@ -84,7 +84,7 @@ def estimate_memory(
         split_bytes = model.num_heads * splits * (model.head_dim + 2) * 4
         attention = config.max_sampled_rows() * split_bytes
         rows = max(config.captured_sizes(), default=0)
-        graphs = rows * (per_token + split_bytes + model.vocab_size * (2 * dtype.itemsize + 4))
+        graphs = rows * (per_token + split_bytes + 3 * 4 * model.vocab_size)
     else:
         # Without native kernels, the keys and values of one layer are gathered. A quarter is added as a margin.
         attention = kv_cache // model.num_layers * 5 // 4

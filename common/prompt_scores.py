@@ -88,7 +88,7 @@ def score(model: CausalLM, states: Tensor, targets: Sequence[int], top: int) -> 
     """
     scored: list[TokenLogprobs] = []
     for begin in range(0, len(targets), ROWS):
-        logprobs = model.lm_head(states[begin : begin + ROWS]).float().log_softmax(dim=-1)
+        logprobs = model.lm_head(states[begin : begin + ROWS]).log_softmax(dim=-1)
         wanted = torch.tensor(targets[begin : begin + ROWS], device=logprobs.device).unsqueeze(1)
         picked = logprobs.gather(1, wanted)
         ranks = (logprobs >= picked).sum(dim=1)  # equally likely tokens share the last rank, as in vLLM

@@ -64,7 +64,7 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
     """Sample a token for each row.
 
     Args:
-        logits: [S, vocab], any float type; not changed.
+        logits: [S, vocab] float32; not changed.
         requests: the request of each of the S rows.
         masks: the masks of the rows that have one; None: no row has one.
     """
@@ -72,8 +72,8 @@ def sample(logits: Tensor, requests: Sequence[Request], masks: TokenMasks | None
 
 
 def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
-    """Sample a token for each row of `logits` [S, vocab]. Calls operators only, so that a tape (`kernels.tape`) can
-    record it.
+    """Sample a token for each row of `logits` [S, vocab] float32. Calls operators only, so that a tape
+    (`kernels.tape`) can record it.
 
     Phases 4 to 8 call this function through `sample`. `PipelinedRunner` of phases 9 and 10 also calls it directly.
     """
@@ -81,7 +81,6 @@ def choose(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     if use_triton(scores):
         token_ids = draw_triton(scores, inputs.settings, ranked=inputs.ordered is not None)
     else:
-        scores = scores.float()
         best, token_ids = scores.max(dim=-1)
         valid = best > -torch.inf  # False for NaN too: a row's maximum is NaN if any entry is
         token_ids = torch.where(valid, _draw(scores, best, token_ids, inputs), NOT_A_TOKEN)
@@ -101,7 +100,7 @@ def _report(logits: Tensor, token_ids: Tensor, reported: Tensor, top: int) -> Sa
         reported: [L], indices of the rows whose log-probabilities are returned.
         top: number of most likely tokens that are returned for each of these rows.
     """
-    raw = logits[reported].float()
+    raw = logits[reported]
     logprobs = _below(raw.amax(dim=-1), raw).log_softmax(dim=-1)
     values, ids = logprobs.topk(top, dim=-1)
     picked = logprobs.gather(-1, token_ids[reported].clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -137,12 +136,12 @@ def read_logprobs(sampled: Sampled, requests: Sequence[Request]) -> list[TokenLo
 def _adjust(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """Apply biases, penalties and masks to logits, and forbid EOS and stop tokens that are held back.
 
-    [S, vocab] -> [S, vocab] float32. If nothing applies to any row, returns `logits` itself.
+    [S, vocab] -> [S, vocab]. If nothing applies to any row, returns `logits` itself.
     """
     given = inputs.biases, inputs.penalties, inputs.held_back, inputs.masked
     if all(each is None for each in given):
         return logits
-    scores = logits.float()
+    scores = logits
     if inputs.biased is not None and inputs.biases is not None:
         scores = scores.index_put(inputs.biased.unbind(), inputs.biases, accumulate=True)
     if inputs.penalised is not None and inputs.penalties is not None:

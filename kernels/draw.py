@@ -96,7 +96,7 @@ def draw_reference(scores: Tensor, settings: Tensor | None = None) -> Tensor:
     `common.sampling` samples.
     """
     token_ids = torch.full(scores.shape[:1], NOT_A_TOKEN)
-    for row, own in enumerate(scores.float().cpu()):
+    for row, own in enumerate(scores.cpu()):
         best = own.max()
         if not best > -torch.inf:
             continue  # NaN, or nothing above minus infinity
@@ -143,7 +143,7 @@ if HAS_TRITON:
     @triton.jit
     def _keys(row_ptr, columns, mask, best):  # type: ignore[no-untyped-def]  # Triton has no types
         """Load scores and return their keys: the bits of the distance to the best score. Infinite where masked."""
-        scores = tl.load(row_ptr + columns, mask=mask, other=float("-inf")).to(tl.float32)
+        scores = tl.load(row_ptr + columns, mask=mask, other=float("-inf"))
         return tl.where(scores == best, 0.0, best - scores).to(tl.int32, bitcast=True)
 
     @triton.jit
@@ -171,7 +171,6 @@ if HAS_TRITON:
         row = tl.program_id(0).to(tl.int64)  # 64-bit: row * stride passes 2^31
         columns = tl.program_id(1) * part + tl.arange(0, part)
         scores = tl.load(scores_ptr + row * row_stride + columns, mask=columns < vocab, other=float("-inf"))
-        scores = scores.to(tl.float32)
         broken = tl.max((scores != scores).to(tl.int32), axis=0)
         top = tl.max(tl.where(scores == scores, scores, float("-inf")), axis=0)
         place = row * tl.num_programs(1) + tl.program_id(1)
@@ -418,8 +417,8 @@ def draw_triton(scores: Tensor, settings: Tensor | None = None, *, ranked: bool 
     Nothing here waits for the device.
 
     Args:
-        scores: [S, vocab], any float type: after biases, penalties and masks. The best may be infinite, and others
-            minus infinity. At most a million columns.
+        scores: [S, vocab] float32, after biases, penalties and masks. The best may be infinite, and others minus
+            infinity. At most a million columns.
         settings: [S, 5] float64, for each row: temperature, top-k, top-p, min-p, and the random number (at
             least 0, below 1) that decides. A temperature of 0 takes the best token, the first among equals.
             With top-k 0, weights are summed by token id, and top-p is not read. Otherwise top-k is in 1 to

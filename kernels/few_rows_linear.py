@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kernels.dispatch import HAS_TRITON, device_guard
 from kernels.gated_act import gated_act
+from kernels.int8 import product_in_float32
 from kernels.overlap import early_launch
 
 if HAS_TRITON:
@@ -54,20 +55,25 @@ def whole_sums() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced_precision, split_k
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """Compute `y = x W^T (+ b)`: by the Triton kernel for few rows of 16 bits on a GPU, else by torch.
 
     Args:
         x: [T, K], the last dimension contiguous.
         weight: [N, K], contiguous, the type of x.
         bias: [N], the type of x.
+        wide: whether the result keeps the float32 sums.
 
     Returns:
-        [T, N]. Sums are float32 and rounded once.
+        [T, N]: float32 if `wide`; else the type of x, to which each float32 sum is rounded once.
     """
     if takes(x):
-        return few_rows_linear_triton(x, weight, bias)
-    return F.linear(x, weight, bias)
+        return few_rows_linear_triton(x, weight, bias, wide)
+    if not wide or x.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    # torch's own product with a float32 result is for GPUs only
+    y = torch.mm(x, weight.t(), out_dtype=torch.float32) if x.is_cuda else product_in_float32(x, weight)
+    return y if bias is None else y + bias
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
@@ -149,21 +155,24 @@ if HAS_TRITON:
         tl.store(place, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-def few_rows_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def few_rows_linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, wide: bool = False
+) -> Tensor:
     """Compute `linear` by the Triton kernel, with the same arguments and result. T is at most FEW_ROWS."""
-    return _launch(x, weight, bias, weight.shape[0], None)
+    dtype = torch.float32 if wide else x.dtype
+    return _launch(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0], dtype=dtype), None)
 
 
 def few_rows_gated_linear_triton(
     x: Tensor, weight: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
     """Compute `gated_linear` by the Triton kernel, with the same arguments and result. T is at most FEW_ROWS."""
-    return _launch(x, weight, bias, weight.shape[0] // 2, activation)
+    return _launch(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0] // 2), activation)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, activation: str | None) -> Tensor:
-    rows, inputs = x.shape
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str | None) -> Tensor:
+    """Compute a product into `out` [T, outputs], and return it."""
+    (rows, inputs), outputs = x.shape, out.shape[1]
     if out.numel() == 0:
         return out  # no rows, nothing to launch
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -9,8 +9,8 @@ Only weights are quantized, symmetrically and per output channel. Activations, k
 type. The weight that is farthest from 0 in a row becomes 127 or -127, and no weight moves by more than half a
 step, `scale / 2`. A row of zeros stays a row of zeros.
 
-The reference multiplies in float32, and rounds a sum once. The native kernels (`kernels.linear`) do the same on
-panels.
+The reference multiplies in float32, and rounds a sum once, or not at all. The native kernels (`kernels.linear`) do
+the same on panels.
 """
 
 from __future__ import annotations
@@ -61,15 +61,22 @@ def dequantized_rows(rows: Tensor, values: Tensor, scales: Tensor, dtype: torch.
     return (F.embedding(rows, values) * scales[rows]).to(dtype)
 
 
-def linear_int8_reference(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `y = x W^T (+ b)` with a quantized W: [T, K] -> [T, N], the type of x.
+def linear_int8_reference(
+    x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None, wide: bool = False
+) -> Tensor:
+    """Compute `y = x W^T (+ b)` with a quantized W: [T, K] -> [T, N], float32 if `wide`, else the type of x."""
+    y = product_in_float32(x, values) * scales.view(-1)
+    y = y if bias is None else y + bias.float()
+    return y if wide else y.to(x.dtype)
+
+
+def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `x W^T` in float32: [T, K] and [N, K] of any types -> [T, N] float32.
 
     Weights are widened block by block, so that the matrix is never in memory in float32.
     """
-    wide = x.float()
-    parts = [F.linear(wide, block.float()) for block in _blocks(values, values.shape[1])]
-    y = torch.cat(parts, dim=-1) * scales.view(-1)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    rows = x.float()
+    return torch.cat([F.linear(rows, block.float()) for block in _blocks(weight, weight.shape[1])], dim=-1)
 
 
 def _blocks(tensor: Tensor, row_weights: int) -> list[Tensor]:

@@ -424,23 +424,33 @@ const T* data_or_none(const std::optional<at::Tensor>& tensor, int64_t offset = 
   return tensor ? tensor->const_data_ptr<T>() + offset : nullptr;
 }
 
-// x [T, K] any row stride, packed as above, bias [N] or none, scales of int8 weights, N or none -> [T, N].
+// `linear` into `out`, whose type is that of x or float32.
+template <typename T, typename Out>
+void multiply_into(
+    const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scales, at::Tensor& out) {
+  const int64_t outputs = out.size(1);
+  Out* to = out.mutable_data_ptr<Out>();
+  const auto finish = [&, to](float* sums, int64_t first, int64_t rows, int64_t panel, int64_t from, int64_t end) {
+    const int64_t begin = panel * kPanel + from, width = std::min(end - from, outputs - begin);
+    for (int64_t row = 0; row < rows && width > 0; ++row) {
+      float* sum = sums + row * kPanel + from;
+      scale_and_add(sum, data_or_none<float>(scales, begin), data_or_none<T>(bias, begin), width);
+      round_all(sum, to + (first + row) * outputs + begin, width);
+    }
+  };
+  multiply<T, /*halves=*/true>(x, packed, finish);
+}
+
+// x [T, K] any row stride, packed as above, bias [N] or none, scales of int8 weights, N or none -> [T, N]: of the type
+// of x, or float32 if `wide`.
 at::Tensor linear(
     const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias,
-    const std::optional<at::Tensor>& scales) {
-  auto out = at::empty({x.size(0), outputs}, x.options());
+    const std::optional<at::Tensor>& scales, bool wide) {
+  auto out = at::empty({x.size(0), outputs}, wide ? x.options().dtype(at::kFloat) : x.options());
   with_product_type(x, [&](auto element) {
     using T = decltype(element);
-    T* to = out.mutable_data_ptr<T>();
-    const auto finish = [&, to](float* sums, int64_t first, int64_t rows, int64_t panel, int64_t from, int64_t end) {
-      const int64_t begin = panel * kPanel + from, width = std::min(end - from, outputs - begin);
-      for (int64_t row = 0; row < rows && width > 0; ++row) {
-        float* sum = sums + row * kPanel + from;
-        scale_and_add(sum, data_or_none<float>(scales, begin), data_or_none<T>(bias, begin), width);
-        round_all(sum, to + (first + row) * outputs + begin, width);
-      }
-    };
-    multiply<T, /*halves=*/true>(x, packed, finish);
+    wide ? multiply_into<T, float>(x, packed, bias, scales, out) : multiply_into<T, T>(x, packed, bias, scales, out);
   });
   return out;
 }
@@ -487,7 +497,7 @@ at::Tensor gated_linear(
 
 TORCH_LIBRARY_FRAGMENT(infer, library) {
   library.def("pack_linear(Tensor weight, int group) -> Tensor");
-  library.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? scales) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? scales, bool wide) -> Tensor");
   library.def("gated_linear(Tensor x, Tensor packed, int size, Tensor? bias, Tensor? scales, bool silu) -> Tensor");
 }
 

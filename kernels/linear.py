@@ -67,7 +67,12 @@ def pack_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | No
 
 
 def packed_linear(
-    x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, scales: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    outputs: int,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """Compute `y = x W^T (+ b)` with a packed W.
 
@@ -77,12 +82,13 @@ def packed_linear(
         outputs: N.
         bias: [N].
         scales: float32, N in all: the factors of int8 weights.
+        wide: whether the result keeps the float32 sums.
 
     Returns:
-        [T, N], the type of x. Sums are float32 and rounded once.
+        [T, N]: float32 if `wide`; else the type of x, to which each float32 sum is rounded once.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out: Tensor = torch.ops.infer.linear(x, packed, outputs, bias, scales)
+    out: Tensor = torch.ops.infer.linear(x, packed, outputs, bias, scales, wide)
     return out
 
 

@@ -70,7 +70,7 @@ def has_products(dtype: torch.dtype) -> bool:
     weight, x = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (80, 3))
     try:
         packed = torch.ops.infer.pack_linear(weight, 1 if dtype == torch.float32 else 2)
-        y = torch.ops.infer.linear(x, packed, 80, None, None)
+        y = torch.ops.infer.linear(x, packed, 80, None, None, False)
     except RuntimeError:
         return False
     return torch.allclose(y.double(), x.double() @ weight.double().T, rtol=1e-2, atol=1e-2)

@@ -74,11 +74,10 @@ def penalise_reference(logits: Tensor, penalties: SeatPenalties, seats: Tensor, 
     penalties.counts.index_put_((seats[rows], latest[rows]), one, accumulate=True)
     counts = penalties.counts[seats]
     repetition, frequency, presence = penalties.factors[seats].unsqueeze(2).unbind(1)
-    scores = logits.float()
-    repeated = torch.where(scores > 0, scores / repetition, scores * repetition).float()
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).float()
     generated = counts % IN_PROMPT
     subtracted = torch.where(generated > 0, frequency * generated + presence, 0.0)
-    return torch.where(counts > 0, (repeated - subtracted).float(), scores)
+    return torch.where(counts > 0, (repeated - subtracted).float(), logits)
 
 
 if HAS_TRITON:
@@ -116,7 +115,7 @@ if HAS_TRITON:
         repetition = tl.load(factors_ptr + 3 * seat)
         frequency, presence = tl.load(factors_ptr + 3 * seat + 1), tl.load(factors_ptr + 3 * seat + 2)
         inside = columns < vocab
-        scores = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        scores = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0)
         counts = tl.load(counts_ptr + seat * vocab + columns, mask=inside, other=0)
         generated = counts % _IN_PROMPT
         # In float64, since a penalty may exceed float32.
@@ -133,7 +132,7 @@ def penalise_triton(logits: Tensor, penalties: SeatPenalties, seats: Tensor, lat
     `common.sampling` describes the penalties. Nothing here waits for the device.
 
     Args:
-        logits: [S, vocab], any float type; not changed.
+        logits: [S, vocab] float32; not changed.
         penalties: of all seats. `counts` is written: the row of each seat in `seats` gets one token more.
         seats: [S] int64, the seat of each row. Rows with the seat of row 0 repeat row 0, to fill a captured graph.
         latest: [S] int64, the latest token of each row, generated and not counted yet.

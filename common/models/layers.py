@@ -57,14 +57,19 @@ class Linear(nn.Module):
 
     Matrices of a checkpoint that have the same input (`loader.FUSED`) are fused, so one product replaces two or
     three. The weight may be int8 with a factor for each output (`kernels.int8`).
+
+    Sums are float32. They are rounded to the model's type, unless the layer is `wide`: then y is float32.
     """
 
-    def __init__(self, in_features: int, *sizes: int, dtype: torch.dtype, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, *sizes: int, dtype: torch.dtype, bias: bool = False, wide: bool = False
+    ) -> None:
         super().__init__()
         self.sizes = sizes  # output features of each of the checkpoint's matrices, in order
         self.in_features = in_features
         self.out_features = sum(sizes)
-        self.dtype = dtype  # of activations, and of a weight that is not quantized
+        self.dtype = dtype  # of x, and of a weight that is not quantized
+        self.wide = wide
         self.weight = nn.Parameter(
             torch.empty(self.out_features, in_features, dtype=dtype), requires_grad=False
         )
@@ -93,14 +98,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return packed_linear(x, self.packed, self.out_features, self.bias, self.weight_scale)
+            return packed_linear(x, self.packed, self.out_features, self.bias, self.weight_scale, self.wide)
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
         """Compute the product of a layer that is not packed: [T, in] -> [T, out]."""
         if self.weight_scale is not None:
-            return linear_int8_reference(x, self.weight, self.weight_scale, self.bias)
-        return linear(x, self.weight, self.bias)
+            return linear_int8_reference(x, self.weight, self.weight_scale, self.bias, self.wide)
+        return linear(x, self.weight, self.bias, self.wide)
 
 
 class GatedLinear(Linear):
@@ -274,7 +279,8 @@ class CausalLM(nn.Module, ABC):
         self.max_positions = max_positions  # length of the rotary tables
         table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table, _freeze=True)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
+        # Rounded to bfloat16, logits from 16 to 32 would be multiples of 1/8, and many of them equal.
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, wide=True)
         self._tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
@@ -324,7 +330,7 @@ class CausalLM(nn.Module, ABC):
 
     @torch.inference_mode()
     def forward(self, batch: TokenBatch, view: KVView) -> Tensor:
-        """Run one pass. Returns the logits of the batch's `logit_rows`: [S, vocab].
+        """Run one pass. Returns the logits of the batch's `logit_rows`: [S, vocab] float32.
 
         `view` tells attention which sequence each token belongs to.
         """

@@ -62,6 +62,8 @@ def test_every_output_is_the_sum_of_its_products(
         result = linear(x, weight, bias)
         assert result.is_contiguous()
         within_a_rounding(result, exact, dtype)
+        sums = linear(x, weight, bias, wide=True)
+        torch.testing.assert_close(sums, exact.float(), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -138,6 +140,7 @@ def test_the_kernel_and_the_library_give_the_same_bits() -> None:
         bias = draw(outputs, dtype=BF16, device="cuda")
         for product in (
             Product(inputs, outputs, lambda x, w=weight: linear(x, w)),
+            Product(inputs, outputs, lambda x, w=weight: linear(x, w, wide=True)),
             Product(inputs, outputs, lambda x, w=weight, b=bias: linear(x, w, b)),
             Product(inputs, outputs, lambda x, w=weight: gated_linear(x, w, "silu")),
             Product(inputs, outputs, lambda x, w=weight: gated_linear(x, w, "gelu_tanh")),

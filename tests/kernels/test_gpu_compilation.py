@@ -191,11 +191,12 @@ def compile_few_rows() -> None:
     capability, shared_bytes = LEAST_SHARED_MEMORY
     plain = [(outputs, None) for outputs in (1024, 4096, 5120, 8192, 128_256)]
     tiles = {
-        (_tile(rows, outputs, shared_bytes, gated=activation is not None), activation)
+        # The result of the head, the layer with the most outputs, is float32.
+        (_tile(rows, outputs, shared_bytes, gated=activation is not None), activation, outputs > 100_000)
         for rows in (1, FEW_ROWS)
         for outputs, activation in (*plain, (2048, "silu"), (8192, "silu"))
     }
-    for tile, activation in sorted(tiles, key=str):
+    for tile, activation, wide in sorted(tiles, key=str):
         constants = {"tile_rows": tile.rows, "tile_outputs": tile.outputs, "tile_inputs": tile.inputs}
         constants |= {"activation": activation, "bias_ptr": None}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
@@ -204,7 +205,7 @@ def compile_few_rows() -> None:
             constants,
             "bf16",
             capability,
-            {},
+            {"out_ptr": "*fp32"} if wide else {},
             lambda name: name != "num_rows",
             **options,
         )

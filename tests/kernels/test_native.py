@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import subprocess
@@ -19,7 +20,9 @@ from torch import Tensor
 from kernels import native
 from kernels.attention import native_attention
 from kernels.attention_layout import AttentionLayout
+from kernels.few_rows_linear import linear
 from kernels.gated_act import ACTIVATIONS, gated_act_native, gated_act_reference
+from kernels.int8 import linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm_native, rms_norm_native
 from tests.kernels.support import BF16, DTYPES, FP32, draw
@@ -63,6 +66,29 @@ def test_linear(dtype, outputs, inputs):
     weight = draw(outputs, inputs, dtype=dtype) / inputs**0.5
     packed = pack_linear(weight)
     assert_is_linear(lambda x, *bias: packed_linear(x, packed, outputs, *bias), weight, lambda y: y)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_wide_layer_keeps_its_float32_sums(int8: bool) -> None:
+    """Rounded, they are the other layers' results, bit for bit. A row has the same bits beside others."""
+    outputs, inputs = 300, 576
+    weight = draw(outputs, inputs, dtype=BF16)
+    values, scales = quantize(weight) if int8 else (weight, None)
+    exact = weight.double() if scales is None else values.double() * scales.double()
+    packed, bias = pack_linear(values, BF16), draw(outputs, dtype=BF16, seed=1)
+    assert packed is not None
+    x = draw(100, inputs, dtype=BF16, seed=2)
+    together = packed_linear(x, packed, outputs, bias, scales, wide=True)
+    assert together.dtype == FP32
+    for rows in (1, 2, 10, 17, 33):
+        assert torch.equal(
+            packed_linear(x[7 : 7 + rows], packed, outputs, bias, scales, wide=True), together[7 : 7 + rows]
+        )
+    assert torch.equal(together.to(BF16), packed_linear(x, packed, outputs, bias, scales))
+    layer = functools.partial(linear_int8_reference, scales=scales) if int8 else linear
+    for sums in (together, layer(x, values, bias=bias, wide=True)):
+        expected = x.double() @ exact.T + bias.double()
+        torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(65, 42), (960, 576), (576, 1536)])

@@ -173,11 +173,11 @@ def test_launches_and_memory_of_sampling(
     requests = [Request(str(i), [1, 2], SamplingParams(**fields), frozenset([7])) for i in range(4)]
     inputs = SamplingInputs.of(requests, None, vocab, META)
     with launches, Peak() as peak:
-        choose(torch.empty(4, vocab, dtype=torch.bfloat16, device=META), inputs)
+        choose(torch.empty(4, vocab, device=META), inputs)
     assert sum(launches.found.values()) == expected, launches.found
     per_logit = peak.bytes / (4 * vocab)
     changed = fields.keys() & {"repetition_penalty", "logit_bias"}
-    assert per_logit < (DRAWN_BYTES_PER_LOGIT if changed else 3)
+    assert per_logit < (DRAWN_BYTES_PER_LOGIT if changed else 5)
 
 
 @pytest.mark.parametrize(
