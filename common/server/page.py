@@ -11,7 +11,6 @@ from importlib import resources
 from string import Template
 
 from common.engine_front import EngineFront
-from common.request import SamplingParams
 
 #: Headers that restrict the page to its own script and style, and to this server.
 PAGE_HEADERS = {
@@ -23,28 +22,24 @@ PAGE_HEADERS = {
 VIEWER_PARTS = ("trace", "shapes", "seats", "memory", "panel", "viewer")
 
 #: Parts of the page's script, in `chat_page/`, after the viewer's.
-PAGE_PARTS = ("words", "elements", "conversations", "sending", "transcript", "page")
+PAGE_PARTS = ("words", "elements", "inline", "markdown", "conversations", "sending", "transcript", "page")
 
 #: The form's default for `max_tokens`, or half of the longest request if that is less: the other half is for the
 #: conversation so far. Stories of the bundled models are shorter.
 MOST_TOKENS = 512
-TEMPERATURE = 0.8  # the form's default, if the model has no sampling defaults of its own
-STARTERS = 4  # questions that the page sends at once, as many as `STARTERS` in `words.js`
-MOST_CHOICES = 4  # most conversations that begin with the same question
+STARTERS = 12  # messages for conversations that begin at once, as many as each list of `STARTERS` in `words.js`
 
 #: Words of the form for a model with a chat template, and for a model that only continues text.
 CHAT = {
     "mode": "chat",
     "verb": "Send",
     "prompt_label": "Message",
-    "prompt": "Tell me a story about an owl named Nora.",
     "chat_only": "",
 }
 COMPLETION = {
     "mode": "completion",
     "verb": "Complete",
     "prompt_label": "Text to continue",
-    "prompt": "Once there was a young owl named Nora.",
     "chat_only": "hidden",
 }
 
@@ -53,9 +48,10 @@ def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str
     """Return the HTML of the page, for an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("chat_page/page.html"))
     most_tokens = engine.max_seq_len - 1
-    choices = conversations_per_starter(engine.config.max_batch_size, engine.config.max_waiting_requests)
+    at_once = conversations_at_once(engine.config.max_batch_size, engine.config.max_waiting_requests)
     defaults = engine.default_params
     words = COMPLETION if engine.tokenizer.chat_template is None else CHAT
+    tells_stories = words is CHAT and engine.config.model.startswith("zoo:")
     values = {
         "number": engine.phase.number,
         "title": engine.phase.title.lower(),
@@ -64,11 +60,10 @@ def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str
         "max_seq_len": engine.max_seq_len,
         "most_tokens": most_tokens,
         "max_tokens": max(1, min(MOST_TOKENS, engine.max_seq_len // 2)),
-        "temperature": TEMPERATURE if defaults == SamplingParams() else "",
         "default_temperature": defaults.temperature,
         "default_top_p": defaults.top_p,
-        "choices": choices,
-        "conversations": STARTERS * choices,
+        "starters": "stories" if tells_stories else words["mode"],
+        "at_once": at_once,
         "live_view": "on" if live_view else "off",
     }
     escaped = {name: html.escape(str(value)) for name, value in (values | words).items()}
@@ -80,17 +75,16 @@ def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str
     )
 
 
-def conversations_per_starter(seats: int, most_waiting: int) -> int:
-    """Return the number of conversations that the page begins with each of its `STARTERS` questions.
+def conversations_at_once(seats: int, most_waiting: int) -> int:
+    """Return the number of conversations that the page starts at once.
 
-    Unless a bound forbids it, all conversations together fill the batch, and two or more wait in the queue.
+    Unless a bound forbids it, they fill the batch, and two or more wait in the queue.
 
     Args:
         seats: places in the batch (`max_batch_size`).
-        most_waiting: length of the engine's queue, a bound on the result. `MOST_CHOICES` is another bound.
+        most_waiting: length of the engine's queue, a bound on the result. `STARTERS` is another bound.
     """
-    wanted = -(-(seats + 2) // STARTERS)
-    return max(1, min(wanted, MOST_CHOICES, most_waiting))
+    return max(1, min(seats + max(2, seats // 2), STARTERS, most_waiting))
 
 
 def viewer_script() -> str:

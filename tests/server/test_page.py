@@ -15,7 +15,7 @@ import pytest
 
 from common.phases import find_phase
 from common.request import SamplingParams
-from common.server.page import conversations_per_starter, render_page
+from common.server.page import conversations_at_once, render_page
 from tests.browser import DESKTOP, PHONE, Tab
 from tests.server.support import LocalServer, ServerProcess, eventually, rendered
 
@@ -66,16 +66,16 @@ def test_a_models_name_cannot_be_markup() -> None:
     page = render_page(engine, '<script>"&$idea', live_view=True)
     assert "&lt;script&gt;&quot;&amp;$idea" in page
     assert 'max="63" value="32"' in page, "half of what fits"
-    assert 'value="" placeholder="0.3"' in page, "the model's own temperature is the default"
+    assert 'placeholder="0.3"' in page, "the model's own temperature is the default"
 
 
 @pytest.mark.parametrize(
-    ("seats", "most_waiting", "each"), [(1, 256, 1), (2, 256, 1), (8, 256, 3), (64, 256, 4), (8, 1, 1)]
+    ("seats", "most_waiting", "count"), [(1, 256, 3), (2, 256, 4), (8, 256, 12), (64, 256, 12), (8, 1, 1)]
 )
 def test_enough_conversations_start_at_once_to_fill_the_seats(
-    seats: int, most_waiting: int, each: int
+    seats: int, most_waiting: int, count: int
 ) -> None:
-    assert conversations_per_starter(seats, most_waiting) == each
+    assert conversations_at_once(seats, most_waiting) == count
 
 
 # ---------------------------------------------------------------------- in a browser
@@ -228,6 +228,9 @@ def test_conversations_at_once_are_seen_in_seats_and_blocks(
         assert tab.ask("document.documentElement.scrollWidth") <= width
         tab.ask("document.querySelector('.sv-chip').click()")
         assert tab.ask("getComputedStyle(document.getElementById('live')).display") == "none"
+    (posted,) = [body for path, body in tab.ask("sent") if path == "v1/completions"]
+    assert len({tuple(prompt) for prompt in posted["prompt"]}) == 4, "each is asked something else"
+    assert slow.counters()["preemptions"] == 0
     tab.point("#stop-all", click=True)
     eventually(lambda: not slow.engine.scheduler.has_work)
     tab.until("!document.querySelector('#list .open')")
@@ -292,7 +295,7 @@ def test_a_reload_keeps_conversations_and_settings(tab: Tab, slow: LocalServer) 
     tab.point("#new", click=True)
     write(tab, "Tell me a story about a brave fox.")
     tab.until("document.querySelector('.answer')?.textContent.length > 5")
-    kept = "JSON.parse(sessionStorage.getItem('infer-conversations') ?? '{}').chats?.[1]?.turns[0]?.text"
+    kept = "Object.values(localStorage).filter(each => JSON.parse(each).turns?.[0]?.text).length === 2"
     tab.until(kept)
     tab.reload()
     tab.ask(RECORDER)
@@ -310,6 +313,116 @@ def test_a_reload_keeps_conversations_and_settings(tab: Tab, slow: LocalServer) 
     assert [each["role"] for each in messages(tab, 0)] == ["system", "user", "assistant", "user"]
     eventually(lambda: not slow.engine.scheduler.has_work)
     tab.assert_well(slow.url)
+
+
+@pytest.mark.browser
+def test_a_new_tab_has_them_and_deleting_can_be_undone(tab: Tab, slow: LocalServer) -> None:
+    opened(tab, slow)
+    write(tab, "What does a fox like to eat?")
+    answered(tab)
+    (answer,) = texts(tab, ".answer")
+    chats = "Object.entries(localStorage).filter(each => each[0].startsWith('infer-chat:'))"
+    stored = f"{chats}.length"
+    tab.until(f"{stored} === 1 && JSON.parse({chats}[0][1]).turns[0].end")
+    tab.ask("sessionStorage.clear()")
+    tab.reload()
+    tab.until(f"document.querySelector('.answer')?.textContent === {json.dumps(answer)}")
+    assert tab.ask("document.querySelector('.about').textContent").startswith("Done. ")
+
+    for button, others in (("#delete", 0), ("#clear", 1)):
+        if others:
+            tab.point("#new", click=True)
+            write(tab, "Where does an otter live?", max_tokens=5)
+            answered(tab)
+        tab.until(f"{stored} === {1 + others}")
+        tab.point(button, click=True)
+        tab.until(f"{stored} === 0 && !document.querySelector('.turn')")
+        assert tab.ask("document.getElementById('notice').innerText") == (
+            "2 conversations deleted. Undo" if others else "1 conversation deleted. Undo"
+        )
+        tab.point("#notice button", click=True)
+        tab.until(f"{stored} === {1 + others} && document.querySelectorAll('.turn').length === 1")
+        assert texts(tab, ".answer") == [answer]
+        assert tab.ask("document.getElementById('notice').hidden")
+
+    copy = tab.ask(f"JSON.parse({chats}[0][1])")
+    copy["turns"][0] |= {"asked": "Asked elsewhere", "end": ""}
+    event = "dispatchEvent(new StorageEvent('storage', {key: 'infer-chat:x', newValue: %s}))"
+    tab.ask(event % json.dumps(json.dumps(copy)))
+    tab.until("document.querySelectorAll('#list li').length === 3")
+    tab.ask(
+        "[...document.querySelectorAll('#list button')].find(each => each.innerText.includes('elsewhere')).click()"
+    )
+    tab.until("document.querySelector('.about').textContent.startsWith('Being written in another tab.')")
+    tab.ask(event % "null")
+    tab.until("document.querySelectorAll('#list li').length === 2")
+    tab.assert_well(slow.url)
+
+
+@pytest.mark.browser
+def test_an_answer_can_be_copied_asked_again_edited_and_exported(tab: Tab, chatty: ServerProcess) -> None:
+    opened(tab, chatty)
+    tab.ask(
+        "void (URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return '#'; });"
+        "document.addEventListener('copy', () => { window.copied = getSelection().toString(); })"
+    )
+    write(tab, "Tell me a story about an owl named Nora.", max_tokens=12, temperature=2)
+    answered(tab)
+    write(tab, "Why?", max_tokens=7)
+    answered(tab)
+
+    tab.point(".turn:last-child [data-act=again]", click=True)
+    answered(tab)
+    assert [each["content"] for each in messages(tab, 2)[::2]] == [
+        "Tell me a story about an owl named Nora.",
+        "Why?",
+    ]
+    assert len(texts(tab, ".turn")) == 2
+    assert tab.ask("getComputedStyle(document.querySelector('[data-act=again]')).display") == "none", (
+        "the last only"
+    )
+
+    tab.ask("document.getElementById('prompt').value = 'a draft'")
+    tab.point(".turn:first-child [data-act=edit]", click=True)
+    tab.until("!document.getElementById('editing').hidden")
+    assert tab.ask("document.getElementById('prompt').value") == "Tell me a story about an owl named Nora."
+    tab.press("Escape")
+    assert tab.ask("document.getElementById('prompt').value") == "a draft"
+    assert len(texts(tab, ".turn")) == 2
+    tab.point(".turn:first-child [data-act=edit]", click=True)
+    write(tab, "Tell me about a **fox**.")
+    answered(tab)
+    assert [each["content"] for each in messages(tab, 3)] == ["Tell me about a **fox**."]
+    assert texts(tab, ".asked") == ["Tell me about a **fox**."]
+    assert tab.ask("document.getElementById('prompt').value") == "a draft"
+
+    (answer,) = texts(tab, ".answer")
+    for clipboard in ("undefined", "{writeText: async text => { window.copied = text; }}"):
+        tab.ask(f"Object.defineProperty(navigator, 'clipboard', {{value: {clipboard}, configurable: true}})")
+        tab.ask("window.copied = ''")
+        tab.point("[data-act=copy]", click=True)
+        tab.until("copied && document.querySelector('[data-act=copy]').textContent === 'Copied'")
+        assert joined(tab.ask("copied")) == joined(answer)
+        tab.until("document.querySelector('[data-act=copy]').textContent === 'Copy'")
+    tab.point("#export", click=True)
+    exported = tab.until("window.saved")
+    assert exported.startswith(f"**You:**\n\nTell me about a **fox**.\n\n**{chatty.model}:**\n\n")
+    assert joined(answer) in joined(exported)
+    tab.assert_well(chatty.url)
+    assert tab.violations("body") == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [DESKTOP, 390, 320])
+def test_settings_do_not_overlap(tab: Tab, chatty: ServerProcess, width: int) -> None:
+    tab.open(chatty.url, width=width)
+    tab.ask("document.querySelector('#talk-head details').open = true")
+    assert "all conversations" in tab.ask("document.getElementById('talk-head').innerText")
+    labels = "[...document.querySelectorAll('.fields label')]"
+    assert "Max tokens" in texts(tab, ".fields label")
+    assert tab.ask(f"{labels}.every(each => each.scrollWidth <= each.parentElement.clientWidth)")
+    assert tab.ask(f"{labels}.every(each => each.getBoundingClientRect().height < 30)"), "one line each"
+    assert tab.ask("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.browser
@@ -492,9 +605,9 @@ def test_the_picture_follows_the_engine_until_it_is_paused(
     tab.ask("document.querySelector('#views [data-view=engine]').click()")
     before = live.counters()["requests_finished"]
     tab.ask("document.getElementById('load').click()")
-    eventually(lambda: live.counters()["requests_finished"] == before + 8)
+    eventually(lambda: live.counters()["requests_finished"] == before + 6)
     tab.until("!document.querySelector('#list .open') && !document.querySelector('.sv-chip')")
-    assert engine_line(tab).endswith("8 done")
+    assert engine_line(tab).endswith("6 done")
     assert "blocks" in tab.ask("document.querySelector('.sv-memory-head').textContent")
     explained = set(texts(tab, ".sv-legend span:not([hidden])"))
     assert {"prompt tokens", "one new token"} <= explained
@@ -506,7 +619,7 @@ def test_the_picture_follows_the_engine_until_it_is_paused(
     tab.ask("new Promise(resolve => setTimeout(resolve, 300))")
     assert engine_line(tab) == shown
     tab.point("[data-do=last]", click=True)
-    tab.until("document.querySelector('.sv-head span').textContent.endsWith('9 done')")
+    tab.until("document.querySelector('.sv-head span').textContent.endsWith('7 done')")
     assert tab.ask("document.documentElement.scrollWidth") <= width
     tab.assert_well(live.url)
     assert tab.violations("body") == []

@@ -1,6 +1,10 @@
 "use strict";
 
-const SAVED = "infer-conversations"; /* the key in the tab's storage, which outlives a reload */
+/* Keys of the browser's storage, which all tabs of this server share. Each conversation has its own entry: a tab
+   writes only the conversations that it has changed. */
+const SAVED_CHAT = "infer-chat:", SAVED_SETTINGS = "infer-settings";
+/* The key in the tab's own storage: which conversation it shows. */
+const SAVED_SHOWN = "infer-shown";
 
 /** A message, its answer, and the answer's figures. */
 class Turn {
@@ -38,13 +42,19 @@ class Turn {
     this.end = end;
     this.error = error;
   }
+
+  /** @returns {any} the parts that are stored. An answer without an end is stored as it was while it was open */
+  toJSON() {
+    return { ...this, end: [WORDS.broken, WORDS.elsewhere].includes(this.end) ? "" : this.end };
+  }
 }
 
 /** Turns, each of which continues those before it, with the letter and colour of their requests in the picture. */
 class Conversation {
-  /** @param {number} number */
-  constructor(number) {
+  /** @param {number} number of its letter and colour @param {string} id */
+  constructor(number, id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`) {
     this.number = number;
+    this.id = id;
     /** @type {Turn[]} */
     this.turns = [];
     this.draft = "";
@@ -80,6 +90,27 @@ class Conversation {
       { role: "user", content: this.turns.at(-1)?.asked },
     ];
   }
+
+  /** @param {string} model @returns {string} the conversation as a text in Markdown */
+  exported(model) {
+    const turns = this.turns.flatMap(({ asked, text }) => [`**${WORDS.you}:**`, asked, `**${model}:**`, text]);
+    return `${turns.join("\n\n")}\n`;
+  }
+
+  /** @returns {any} the parts that are stored */
+  toJSON() {
+    const { number, turns, draft, started } = this;
+    return { number, turns, draft, started };
+  }
+
+  /** Take over a stored copy. @param {any} copy @param {string} openEnd the end of an answer that was open when it was stored */
+  load({ turns, draft, started }, openEnd) {
+    Object.assign(this, { draft, started });
+    this.turns = turns.map((turn, place) => {
+      const old = this.turns[place];
+      return Object.assign(old?.asked === turn.asked ? old : new Turn(""), turn, { end: turn.end || openEnd });
+    });
+  }
 }
 
 /** All conversations, and the one that is shown. */
@@ -87,50 +118,89 @@ class Conversations {
   constructor() {
     /** @type {Conversation[]} */
     this.all = [];
+    /** @type {Map<string, string>} the stored form of conversations, by id, as this tab knows it */
+    this.stored = new Map();
     this.shown = this.add();
   }
 
-  /** Add a conversation, with the lowest number that is free. */
-  add() {
+  /** Add an empty conversation, or one that was removed. It gets the lowest free number, unless its own is free. */
+  add(chat = new Conversation(0)) {
     const numbers = new Set(this.all.map(each => each.number));
-    let number = 0;
-    while (numbers.has(number)) number++;
-    const chat = new Conversation(number);
+    if (numbers.has(chat.number)) chat.number = 0;
+    while (numbers.has(chat.number)) chat.number++;
     this.all.push(chat);
     this.all.sort((a, b) => a.number - b.number);
     return chat;
   }
 
-  /** Stop conversations and remove them. One is always left. @param {Conversation[]} chats */
+  /**
+   * Remove conversations, and stop their answers, unless others come over the same connection. One is always left.
+   * @param {Conversation[]} chats
+   */
   remove(chats) {
-    for (const chat of chats) chat.connection?.abort();
     const at = this.all.indexOf(this.shown);
     this.all = this.all.filter(each => !chats.includes(each));
+    for (const { connection } of chats)
+      if (!this.all.some(each => each.connection === connection)) connection?.abort();
     if (!this.all.includes(this.shown)) this.shown = this.all[Math.min(at, this.all.length - 1)] ?? this.add();
   }
 
-  /** @param {Record<string, string>} settings are kept, too */
-  save(settings) {
-    const chats = this.all.map(({ number, turns, draft, started }) => ({ number, turns, draft, started }));
-    try {
-      sessionStorage.setItem(SAVED, JSON.stringify({ chats, shown: this.shown.number, settings }));
-    } catch { /* no storage, or it is full: a reload starts without these conversations */ }
+  /** Undo a removal. Conversations that are still empty make way. @param {Conversation[]} chats */
+  putBack(chats) {
+    this.all = this.all.filter(each => each.turns.length || each.draft);
+    for (const chat of chats) this.add(chat);
   }
 
-  /** Load what `save` stored. Answers that were open then are marked as broken off. @returns {Record<string, string>} the settings */
-  restore() {
+  /**
+   * Store the conversations that this tab has changed, and the settings.
+   * @param {Record<string, string>} settings @returns {boolean} false: the browser keeps nothing, or its storage is full
+   */
+  save(settings) {
+    const stored = new Map(this.all.filter(each => each.turns.length || each.draft)
+      .map(each => [each.id, JSON.stringify(each)]));
     try {
-      const { chats, shown, settings } = JSON.parse(sessionStorage.getItem(SAVED) ?? "");
-      this.all = chats.map(({ number, turns, draft, started }) => {
-        const chat = Object.assign(new Conversation(number), { draft, started });
-        chat.turns = turns.map(turn => Object.assign(new Turn(""), turn));
-        for (const turn of chat.turns) turn.end ||= WORDS.broken;
-        return chat;
-      });
-      this.shown = this.all.find(each => each.number === shown) ?? this.all[0];
-      return settings;
+      for (const id of this.stored.keys()) if (!stored.has(id)) localStorage.removeItem(SAVED_CHAT + id);
+      for (const [id, json] of stored) if (this.stored.get(id) !== json) localStorage.setItem(SAVED_CHAT + id, json);
+      this.stored = stored;
+      localStorage.setItem(SAVED_SETTINGS, JSON.stringify(settings));
+      sessionStorage.setItem(SAVED_SHOWN, this.shown.id);
+      return true;
     } catch {
-      return {};
+      return false;
     }
+  }
+
+  /** Load all that is stored. Answers that were open then are marked as broken off. @returns {Record<string, string>} the settings */
+  restore() {
+    /** @type {Record<string, string>} */
+    let settings = {};
+    let shown = null;
+    this.all = [];
+    try {
+      for (const key of Object.keys(localStorage)) this.follow(key, localStorage.getItem(key), WORDS.broken);
+      shown = sessionStorage.getItem(SAVED_SHOWN);
+      settings = JSON.parse(localStorage.getItem(SAVED_SETTINGS) ?? "{}");
+    } catch { /* the browser keeps nothing for this page, or something else wrote there */ }
+    this.shown = this.all.find(each => each.id === shown) ?? this.all[0] ?? this.add();
+    return settings;
+  }
+
+  /**
+   * Take over an entry of the storage. If another tab writes while this tab's own answer is open, this tab's copy wins.
+   * @param {string | null} key @param {string | null} json null: it was removed @param {string} openEnd for `load`
+   */
+  follow(key, json, openEnd = WORDS.elsewhere) {
+    if (!key?.startsWith(SAVED_CHAT)) return;
+    const id = key.slice(SAVED_CHAT.length), known = this.all.find(each => each.id === id);
+    if (known?.connection || this.stored.get(id) === json) return;
+    if (json === null) {
+      this.stored.delete(id);
+      if (known) this.remove([known]);
+      return;
+    }
+    const copy = JSON.parse(json), chat = known ?? new Conversation(copy.number, id);
+    chat.load(copy, openEnd);
+    if (!known) this.add(chat);
+    this.stored.set(id, JSON.stringify(chat));
   }
 }

@@ -19,39 +19,29 @@ function write(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
 
-/** @param {string} markdown @returns {{code: boolean, text: string}[]} its paragraphs and fenced code */
-function blocksOf(markdown) {
-  /** @type {{code: boolean, lines: string[]}[]} */
-  const blocks = [{ code: false, lines: [] }];
-  let code = false;
-  for (const line of markdown.split("\n"))
-    if (/^ {0,3}```/.test(line)) blocks.push({ code: code = !code, lines: [] });
-    else if (code || line.trim()) /** @type {any} */ (blocks.at(-1)).lines.push(line);
-    else blocks.push({ code, lines: [] });
-  return blocks.filter(each => each.code || each.lines.length)
-    .map(({ code, lines }) => ({ code, text: lines.join("\n") }));
+/** Create a small button whose clicks are found by its name. @param {string} act @param {string} words @param {string} [title] */
+function actButton(act, words, title) {
+  const button = make("button", "act", words);
+  button.setAttribute("type", "button");
+  button.dataset.act = act;
+  if (title) button.title = title;
+  return button;
 }
 
-/** @param {string} text @returns {(Node | string)[]} the text, `code` and **strong** words as elements */
-const inlineOf = text => text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((part, place) => {
-  if (place % 2 === 0) return part;
-  return part.startsWith("`") ? make("code", "", part.slice(1, -1)) : make("strong", "", part.slice(2, -2));
-});
+/** Copy a text, also where the page came over plain HTTP: there, browsers have no `navigator.clipboard`. @param {string} text */
+async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = /** @type {HTMLTextAreaElement} */ (make("textarea", "unseen"));
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
 
-/** @type {WeakMap<Element, string>} the text that a block was made of */
-const sources = new WeakMap();
-
-/** Fill an element with a text in Markdown. Blocks that stay the same are left alone. @param {Element} box @param {string} markdown */
-function drawMarkdown(box, markdown) {
-  const blocks = blocksOf(markdown);
-  blocks.forEach(({ code, text }, place) => {
-    const old = box.children[place], source = (code ? "```" : "") + text;
-    if (old && sources.get(old) === source) return;
-    const made = code ? make("pre", "", make("code", "", text)) : make("p", "", ...inlineOf(text));
-    if (code) made.tabIndex = 0; /* long lines scroll */
-    sources.set(made, source);
-    if (old) old.replaceWith(made);
-    else box.append(made);
-  });
-  while (box.children.length > blocks.length) box.lastElementChild?.remove();
+/** Let the browser save a text as a file. @param {string} name @param {string} text */
+function download(name, text) {
+  const address = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
+  Object.assign(document.createElement("a"), { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
 }

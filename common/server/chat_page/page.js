@@ -1,7 +1,7 @@
 "use strict";
 
 (() => {
-  const { mode, live, choices, model } = /** @type {Record<string, string>} */ (document.body.dataset);
+  const { mode, live, starters, atOnce, model } = /** @type {Record<string, string>} */ (document.body.dataset);
   const CHATS = mode === "chat";
   const SAMPLING = ["temperature", "top_p", "max_tokens", "seed"];
   const MOST_SEATS = 16; /* that the strip of a narrow page shows */
@@ -10,13 +10,17 @@
   const settings = conversations.restore();
   for (const [name, value] of Object.entries(settings)) element(name).value = value;
   const viewer = live === "on" ? new StepViewer(element("steps"), { live: true }) : null;
-  const transcript = new Transcript(element("turns"), CHATS);
+  const transcript = new Transcript(element("turns"), CHATS, act);
   const sender = new Sender({ chats: CHATS, model, viewer, changed: drawSoon });
   const [list, prompt] = [element("list"), element("prompt")];
   /** @type {Map<Conversation, HTMLElement>} */
   const entries = new Map();
   const leaving = new AbortController();
-  let due = 0, saving = 0;
+  let due = 0, saving = 0, isKept = true;
+  /** @type {Conversation[]} the latest that were deleted, to undo it */
+  let deleted = [];
+  /** @type {{turn: Turn, draft: string} | null} the message that is being edited, and what stood in the form before */
+  let edited = null;
 
   const isOpen = chat => chat.isOpen;
   /** Conversations that the button has started, as it leaves them. */
@@ -36,7 +40,17 @@
   }
 
   function save() {
-    conversations.save(Object.fromEntries(["system", ...SAMPLING].map(name => [name, element(name).value])));
+    isKept = conversations.save(Object.fromEntries(["system", ...SAMPLING].map(name => [name, element(name).value])));
+    drawNotice();
+  }
+
+  /** Say what was deleted, or that nothing more is stored. */
+  function drawNotice() {
+    const [words, undo] = element("notice").children;
+    element("notice").hidden = isKept && !deleted.length;
+    write(words, deleted.length ? WORDS.deleted(deleted.length) : WORDS.unkept);
+    write(undo, WORDS.undo);
+    undo.hidden = !deleted.length;
   }
 
   function draw() {
@@ -48,10 +62,14 @@
     write(element("title"), shown.title);
     element("send").hidden = shown.isOpen;
     element("stop").hidden = !shown.isOpen;
+    write(element("stop"), all.some(each => each !== shown && each.isOpen && each.connection === shown.connection) ? WORDS.stopAll : WORDS.stop);
     element("load").hidden = open.some(isStarted);
     element("stop-all").hidden = !open.some(isStarted) && open.length < 2;
     element("clear").hidden = all.length < 2 || open.length > 0;
     element("delete").hidden = all.length < 2 && !shown.turns.length;
+    element("export").hidden = !shown.turns.length;
+    element("editing").hidden = !edited;
+    drawNotice();
     write(element("status"), !turn ? "" : !turn.isOpen ? turn.end : turn.tokens ? WORDS.writing : WORDS.waiting);
     write(element("pace"), turn?.isOpen && turn.tokens ? `: ${WORDS.pace(turn)}` : "");
     drawStrip();
@@ -111,6 +129,7 @@
 
   /** @param {Conversation} chat */
   function show(chat) {
+    stopEditing();
     conversations.shown.draft = prompt.value;
     conversations.shown = chat;
     prompt.value = chat.draft;
@@ -118,11 +137,39 @@
     drawSoon();
   }
 
-  /** @param {Conversation[]} several @param {string} asked */
-  async function send(several, asked) {
+  /** @param {string} what a button of a turn asks for @param {Turn} turn */
+  function act(what, turn) {
+    const chat = conversations.shown;
+    if (what === "again") {
+      cut(chat, turn);
+      send([chat], [turn.asked]);
+    } else {
+      edited = { turn, draft: edited?.draft ?? prompt.value };
+      prompt.value = turn.asked;
+      prompt.focus();
+      drawSoon();
+    }
+  }
+
+  /** Remove a turn and what follows it. @param {Conversation} chat @param {Turn} turn */
+  function cut(chat, turn) {
+    const place = chat.turns.indexOf(turn);
+    if (place >= 0) chat.turns.splice(place);
+  }
+
+  function stopEditing() {
+    if (!edited) return;
+    prompt.value = edited.draft;
+    edited = null;
+    drawSoon();
+  }
+
+  /** @param {Conversation[]} several @param {string[]} questions one for each */
+  async function send(several, questions) {
+    deleted = [];
     const sampling = Object.fromEntries(SAMPLING.filter(name => element(name).value !== "")
       .map(name => [name, Number(element(name).value)]));
-    await sender.send(several, asked, sampling, element("system").value.trim());
+    await sender.send(several, questions, sampling, element("system").value.trim());
     if (several.includes(conversations.shown) && !prompt.value) {
       prompt.value = conversations.shown.draft;
       conversations.shown.draft = "";
@@ -133,16 +180,13 @@
   function startSeveral() {
     if (!SAMPLING.every(name => element(name).reportValidity())) return;
     conversations.remove(conversations.all.filter(isStarted));
-    let first = null;
-    for (const asked of STARTERS[CHATS ? "chat" : "completion"]) {
-      const several = Array.from({ length: Number(choices) }, () => {
-        const chat = conversations.all.find(each => !each.started && !each.turns.length) ?? conversations.add();
-        return Object.assign(chat, { started: true });
-      });
-      first ??= several[0];
-      send(several, asked);
-    }
-    if (first) show(first);
+    const questions = STARTERS[starters].slice(0, Number(atOnce));
+    const several = questions.map(() => {
+      const chat = conversations.all.find(each => !each.started && !each.turns.length) ?? conversations.add();
+      return Object.assign(chat, { started: true });
+    });
+    send(several, questions);
+    show(several[0]);
   }
 
   function stop() {
@@ -159,8 +203,12 @@
     }
     const asked = prompt.value;
     prompt.value = "";
+    if (edited) {
+      cut(chat, edited.turn);
+      stopEditing();
+    }
     chat.started = false;
-    send([chat], asked);
+    send([chat], [asked]);
     prompt.focus();
   });
   document.addEventListener("invalid", () => { /* otherwise the browser's message has no place */
@@ -172,7 +220,23 @@
     element("compose").requestSubmit();
   });
   document.addEventListener("keydown", event => {
-    if (event.key === "Escape" && conversations.shown.isOpen) stop();
+    if (event.key !== "Escape") return;
+    if (conversations.shown.isOpen) stop();
+    else stopEditing();
+  });
+  element("editing").querySelector("button").addEventListener("click", stopEditing);
+  element("notice").querySelector("button").addEventListener("click", () => {
+    conversations.shown.draft = prompt.value;
+    conversations.putBack(deleted);
+    show(deleted[0]);
+    deleted = [];
+  });
+  element("export").addEventListener("click", () => download(`${WORDS.file}.md`, conversations.shown.exported(model)));
+  addEventListener("storage", event => { /* another tab has changed a conversation */
+    const { shown } = conversations;
+    conversations.follow(event.key, event.newValue);
+    if (shown !== conversations.shown) prompt.value = conversations.shown.draft;
+    drawSoon();
   });
   element("stop").addEventListener("click", stop);
   element("stop-all").addEventListener("click", () => {
@@ -180,6 +244,7 @@
   });
   element("load").addEventListener("click", startSeveral);
   addEventListener("pagehide", () => { /* browsers keep a page that was left for a while, with its connections */
+    save();
     leaving.abort();
     for (const chat of conversations.all) chat.connection?.abort();
   });
@@ -196,8 +261,12 @@
 
   /** @param {Conversation[]} chats */
   function removeAll(chats) {
+    stopEditing();
+    conversations.shown.draft = prompt.value;
+    deleted = chats.filter(each => each.turns.length);
     conversations.remove(chats);
     prompt.value = conversations.shown.draft;
+    conversations.shown.draft = "";
     prompt.focus();
     drawSoon();
   }
@@ -253,7 +322,9 @@
     }
   }
 
-  if (conversations.shown.turns.length || conversations.shown.draft) prompt.value = conversations.shown.draft;
+  prompt.value = conversations.shown.draft || (conversations.shown.turns.length ? "" : STARTERS[starters][0]);
+  write(element("editing").children[0], WORDS.editing);
+  write(element("editing").children[1], WORDS.cancel);
   draw();
   if (viewer) keepWatching(viewer);
   else write(element("live-status"), WORDS.viewOff);

@@ -28,6 +28,14 @@ async function ask(path, options = {}) {
   throw Object.assign(new Error(message), { status: response.status });
 }
 
+/** @param {string} path @param {any} body @param {AbortSignal} signal */
+const post = (path, body, signal) => ask(path, {
+  method: "POST",
+  headers: { "Content-Type": "application/json" },
+  body: JSON.stringify(body),
+  signal,
+});
+
 /** @param {any} error @returns {string} its message for a reader */
 const messageOf = error => error instanceof TypeError ? WORDS.unreachable : error.message;
 
@@ -45,12 +53,14 @@ class Sender {
   }
 
   /**
-   * Ask one question in one conversation or several, in one request: its choices are their answers. They end together
+   * Ask a question in a conversation, or one in each of several. Several questions are the prompts of one completion,
+   * since a browser opens only six connections to a server. Each prompt is a request of the engine. They end together
    * if any of them is stopped.
-   * @param {Conversation[]} several @param {string} asked @param {any} sampling @param {string} system
+   * @param {Conversation[]} several @param {string[]} questions @param {any} sampling @param {string} system
    */
-  async send(several, asked, sampling, system) {
-    const turns = several.map(() => new Turn(asked)), connection = new AbortController();
+  async send(several, questions, sampling, system) {
+    const turns = questions.map(asked => new Turn(asked)), connection = new AbortController();
+    const { signal } = connection, chats = this.chats && several.length === 1;
     several.forEach((chat, index) => {
       chat.turns.push(turns[index]);
       chat.connection = connection;
@@ -59,40 +69,48 @@ class Sender {
     this.changed();
     let error = "";
     try {
-      await this.exchange(several, turns, connection.signal, {
-        ...(this.chats ? { messages: several[0].messages(system) } : { prompt: asked }),
+      const asked = chats ? { messages: several[0].messages(system) } : { prompt: await this.prompts(several, system, signal) };
+      await this.exchange(several, turns, chats ? "chat/completions" : "completions", signal, {
+        ...asked,
         ...sampling,
         model: this.model,
-        n: several.length,
         stream: true,
         stream_options: { include_usage: true, continuous_usage_stats: true },
       });
       error = WORDS.cut;
     } catch (failure) {
-      if (!connection.signal.aborted) error = messageOf(failure);
+      if (!signal.aborted) error = messageOf(failure);
     }
     for (const turn of turns.filter(each => each.isOpen))
-      if (connection.signal.aborted) turn.close(WORDS.stopped);
+      if (signal.aborted) turn.close(WORDS.stopped);
       else turn.close(turn.tokens ? WORDS.broken : WORDS.failed, error);
     several.forEach((chat, index) => {
-      if (!turns[index].text && turns[index].error) chat.draft ||= asked; /* to try again */
+      if (!turns[index].text && turns[index].error) chat.draft ||= questions[index]; /* to try again */
       this.viewer?.hear(chat.request, "");
       chat.connection = null;
     });
     this.changed();
   }
 
-  /** Post a body, and read its answer. @param {Conversation[]} several @param {Turn[]} turns @param {AbortSignal} signal @param {any} body */
-  async exchange(several, turns, signal, body) {
+  /** @param {Conversation[]} several @param {string} system @param {AbortSignal} signal @returns {Promise<any>} a text to continue, or several, or their token ids */
+  async prompts(several, system, signal) {
+    const texts = several.map(chat => chat.turns.at(-1)?.asked);
+    if (!this.chats) return texts.length === 1 ? texts[0] : texts;
+    return Promise.all(several.map(async chat => {
+      const response = await post("tokenize", { model: this.model, messages: chat.messages(system) }, signal);
+      return (await response.json()).tokens;
+    }));
+  }
+
+  /**
+   * Post a body, and read its answer.
+   * @param {Conversation[]} several @param {Turn[]} turns @param {string} route @param {AbortSignal} signal @param {any} body
+   */
+  async exchange(several, turns, route, signal, body) {
     const began = performance.now();
-    const response = await ask(this.chats ? "v1/chat/completions" : "v1/completions", {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-      signal,
-    });
+    const response = await post(`v1/${route}`, body, signal);
     /* The engine's request ids begin with the answer's id, and that ends with the header's: known before any token. */
-    const id = `${this.chats ? "chatcmpl" : "cmpl"}-${response.headers.get("x-request-id")}`;
+    const id = `${route === "completions" ? "cmpl" : "chatcmpl"}-${response.headers.get("x-request-id")}`;
     several.forEach((chat, index) => {
       chat.request = `${id}-${index}`;
       this.viewer?.mark(chat.request, { label: chat.label, hue: chat.hue });

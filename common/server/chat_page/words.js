@@ -3,8 +3,10 @@
  * viewer's parts (`viewer/trace.js`):
  *
  *   words           every sentence that the script writes       sending      requests, and the streams that answer
- *   elements        elements made of text, code in answers      transcript   one conversation, drawn
- *   conversations   turns, history, and a copy for reloads      page         list, buttons, keys, live view
+ *   elements        elements made of text, clipboard, files     transcript   one conversation, drawn
+ *   inline          emphasis, code, links                       page         list, buttons, keys, live view
+ *   markdown        the elements of an answer
+ *   conversations   turns, history, and a stored copy
  */
 "use strict";
 
@@ -26,9 +28,27 @@ const WORDS = {
   call: name => `Calls the tool ${name}`,
   unread: "The answer is still being written: stop it, or wait.",
   ended: { stop: "Done.", length: "Cut at the limit.", tool_calls: "Waits for a tool's result." },
+  stop: "Stop",
+  stopAll: "Stop all",
   stopped: "Stopped.",
   failed: "Failed.",
   broken: "Broken off.",
+  elsewhere: "Being written in another tab.",
+  you: "You",
+  file: "conversation",
+  copy: "Copy",
+  copyTitle: "Copy the answer, as the model wrote it",
+  copied: "Copied",
+  again: "Again",
+  againTitle: "Ask the same again: another answer replaces this one",
+  edit: "Edit",
+  editTitle: "Change this message: it and what follows it are replaced",
+  editing: "You are editing a message. It and what follows it will be replaced.",
+  cancel: "Cancel",
+  undo: "Undo",
+  /** @param {number} count */
+  deleted: count => `${counted(count, "conversation")} deleted.`,
+  unkept: "This browser keeps no more conversations: its storage is off or full.",
   unreachable: "the server cannot be reached",
   cut: "the stream ended before the answer did",
   viewOff: "The live view is off: this server runs with --no-live-view.",
@@ -46,18 +66,48 @@ const WORDS = {
       + `Prompt: ${counted(turn.prompt, "token")}, ${turn.cached} cached.`,
 };
 
-/** Messages of the conversations that the page starts at once, of several lengths, by the model's mode. */
+/** Messages of the conversations that the page starts at once, of several lengths, by what the model is made for. */
 const STARTERS = {
-  chat: [
+  stories: [
     "Tell me a story about an owl named Nora.",
     "What does a fox like to eat?",
     "Tell me a story about a shy otter named Finn, who lives at the river and has lost a lantern.",
     "Write a short story about a brave fox named Zoë.",
+    "Where does a hedgehog live?",
+    "Tell me a story about a kind duck named Lily.",
+    "What does an owl like to eat?",
+    "Tell me a story about a clever mouse named Pip.",
+    "Write a short story about a rabbit named Ivy, who runs a race to the bridge.",
+    "Where does an otter live?",
+    "Tell me a story about a bear named Bruno.",
+    "Write a short story about a squirrel named Hazel.",
+  ],
+  chat: [
+    "Write three tips for staying healthy.",
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "List five fruits.",
+    "How do I boil an egg?",
+    "What is photosynthesis?",
+    "Write a friendly email that invites Sam to lunch on Friday.",
+    "Name three large rivers and the countries they flow through.",
+    "Tell me a short story about a lighthouse keeper.",
+    "Why do people sleep?",
+    "Give me a packing list for a day at the beach.",
   ],
   completion: [
     "Once there was a young owl named Nora.",
     "Once upon a time there was a shy otter named Finn, who lived at the river and had lost a lantern.",
     "Long ago there was a kind duck named Lily.",
     "Once upon a time there was a brave fox named Zoë.",
+    "One morning a rabbit named Ivy",
+    "Once there was a clever mouse named Pip, who wanted to see the sea.",
+    "In a small house by the forest lived",
+    "Once upon a time there was a bear named Bruno. He loved honey.",
+    "It was raining when",
+    "Once there was a squirrel named Hazel.",
+    "At the end of the long bridge stood",
+    "Once upon a time there was an old hedgehog who told stories.",
   ],
 };
