@@ -27,7 +27,7 @@ PAGE_PARTS = ("words", "elements", "inline", "markdown", "conversations", "sendi
 #: The form's default for `max_tokens`, or half of the longest request if that is less: the other half is for the
 #: conversation so far. Stories of the bundled models are shorter.
 MOST_TOKENS = 512
-STARTERS = 12  # messages for conversations that begin at once, as many as each list of `STARTERS` in `words.js`
+STARTERS = 12  # messages that may begin conversations at once: the length of `STARTERS` in `words.js`
 
 #: Words of the form for a model with a chat template, and for a model that only continues text.
 CHAT = {
