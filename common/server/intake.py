@@ -262,7 +262,7 @@ class Intake:
             tokenizer = self._engine.tokenizer
             token_ids = tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
             return wanted.truncated(token_ids, self._engine.max_request_tokens)
-        at_least = 1 if wanted.max_new_tokens is None else wanted.max_new_tokens
+        at_least = 1 if wanted.cuts_max_tokens else wanted.max_new_tokens or 1
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
     def _check_least_length(self, text: str, rule: str) -> None:
@@ -279,15 +279,16 @@ class Intake:
             )
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """Return the most new tokens of a choice: the requested number.
+        """Return the most new tokens of a choice: the requested number, which some bodies cut to those that fit
+        behind the prompt.
 
-        If none is requested: the default, at most as many as fit behind the prompt (without a default, as many as
-        fit), and at least `min_tokens`.
+        If none is requested: the default, at most as many as fit (without a default, as many as fit), and at least
+        `min_tokens`.
 
         Raises:
             InvalidRequestError: some new tokens fit, but fewer than `min_tokens`.
         """
-        if wanted.max_new_tokens is not None:
+        if wanted.max_new_tokens is not None and not wanted.cuts_max_tokens:
             return wanted.max_new_tokens
         room = self._engine.max_request_tokens - prompt_tokens
         if 0 < room < (wanted.min_tokens or 0):
@@ -296,7 +297,8 @@ class Intake:
                 param="min_tokens",
             )
         # If no token fits, `create_request` refuses the prompt for its length. Parameters must be valid until then.
-        return max(min(room, wanted.default_new_tokens or room), wanted.min_tokens or 1)
+        most = wanted.max_new_tokens or wanted.default_new_tokens or room
+        return max(min(room, most), wanted.min_tokens or 1)
 
 
 def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:

@@ -87,7 +87,6 @@ UNIMPLEMENTED: Mapping[str, Mapping[str, Unimplemented]] = {
         "prompt": Unimplemented(_NOTHING_STORED),
         "prompt_logprobs": Unimplemented(_ONE_ANSWER),
         "return_token_ids": Unimplemented(_ONE_ANSWER, (False,)),
-        "store": Unimplemented("answers are not stored: send the whole conversation", (False,)),
     },
     "messages": {
         "audio": Unimplemented(_READS_TEXT),
@@ -111,9 +110,8 @@ HINTS: Mapping[str, frozenset[str]] = {
         "enable_response_messages guided_decoding_backend guided_whitespace_pattern kv_transfer_params "
         "length_penalty media_io_kwargs max_tool_calls mm_processor_kwargs moderation prompt_cache_options "
         "prompt_cache_retention request_id service_tier spaces_between_special_tokens vllm_xargs",
-        "conversations": "best_of return_assistant_tokens_mask return_prompt_text store verbosity",
+        "conversations": "best_of return_assistant_tokens_mask return_prompt_text",
         "reasoning": "context generate_summary mode summary",
-        "text": "verbosity",
         "items": "caller encrypted_content namespace",
         "tools of responses": "allowed_callers async defer_loading output_schema",
         "stream_options": "include_obfuscation",

@@ -233,6 +233,7 @@ def openapi_document(
     schemas = _schemas(model for model in models if model is not None)
     for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
         _add_limits(schemas[name]["properties"], engine, limits)
+    schemas["CompletionRequest"]["properties"]["max_tokens"]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
     _, tokens, _, token_lists = schemas["CompletionRequest"]["properties"]["prompt"]["oneOf"]
     for array in (tokens, token_lists["items"]):
         _bound(array, engine.max_seq_len - 1, limits)
@@ -276,9 +277,6 @@ def _schemas(models: Iterable[type[Any]]) -> dict[str, Any]:
 def _add_limits(properties: dict[str, Any], engine: EngineFront, limits: Limits) -> None:
     """Add this server's limits to `properties`, the JSON Schemas of a body's fields."""
     properties["model"]["anyOf"][0]["enum"] = list(limits.models)
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        if name in properties:
-            properties[name]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
     _bound(properties["stop_token_ids"]["anyOf"][0], engine.max_seq_len - 1, limits)
 
 

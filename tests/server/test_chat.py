@@ -118,8 +118,6 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     response = server.client.post(f"{prefix}/chat/completions", json=body, headers={"Accept": "*/*"})
     assert response.json()["object"] == "chat.completion"
-    status = 400 if prefix.startswith("/openai") else 422
-    assert_error(post(server, prefix, stream_options={"include_usage": True}), status, "stream_options")
 
 
 # ---------------------------------------------------------------------- refusals
@@ -132,14 +130,11 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
         ({"messages": MESSAGES * 1025}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens"),
-        ({"max_tokens": 5000}, "max_tokens"),
         ({"max_tokens": None, "min_tokens": 1020}, "min_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"messages": [{"role": "user", "content": "w o r d " * 600}], "max_tokens": None}, "messages"),
@@ -152,7 +147,6 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-        ({"prompt": "x"}, "prompt"),
     ],
 )
 def test_refusals(server: ServerProcess, fields: dict[str, Any], param: str) -> None:

@@ -153,9 +153,9 @@ def test_a_compressed_body_is_refused_by_its_encoding(server: ServerProcess) -> 
 
 
 OUT_OF_RANGE: dict[str, list[Any]] = {
-    "max_tokens": [0, -1],
+    "max_tokens": [0, -2],
     "temperature": [-0.1],
-    "top_p": [0, 1.01],
+    "top_p": [-0.1, 1.01],
     "top_k": [-2, 2**40],
     "min_p": [-0.1, 1.1],
     "truncate_prompt_tokens": [0, -2],
@@ -163,7 +163,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "repetition_penalty": [0],
     "presence_penalty": [2.1],
     "frequency_penalty": [-2.1],
-    "stop": ["", [""], ["x"] * 17, "x" * 257],
+    "stop": [["x"] * 17, "x" * 257],
     "seed": [2**64],
     "logprobs": [-1, 21],
     "prompt_logprobs": [-1, 21],

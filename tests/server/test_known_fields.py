@@ -47,7 +47,6 @@ PLACES: dict[str, Place] = {
         lambda fields: CHAT | {"structured_outputs": {"regex": "a"} | fields},
     ),
     "reasoning": (ResponsesRequest, lambda fields: RESPONSE | {"reasoning": fields}),
-    "text": (ResponsesRequest, lambda fields: RESPONSE | {"text": fields}),
     "items": (ResponsesRequest, lambda fields: {"input": [{"role": "user", "content": "Hello"} | fields]}),
     "tools of responses": (
         ResponsesRequest,
@@ -175,7 +174,7 @@ def test_every_field_of_openais_library_is_known() -> None:
 
 def known(form: Any) -> set[str]:
     names = set(form.model_fields)
-    for place in form.places:
+    for place in getattr(form, "places", ()):
         names |= UNIMPLEMENTED.get(place, {}).keys() | HINTS.get(place, set())
     return names
 
@@ -270,6 +269,71 @@ def test_labels_change_nothing(server: ServerProcess) -> None:
 @pytest.mark.parametrize("field", ["safety_identifier", "prompt_cache_key", "metadata", "user"])
 def test_labels_have_a_type(server: ServerProcess, field: str) -> None:
     assert_error(server.post(**{field: 5}), 400, field, "invalid_type")
+
+
+SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "fox", "schema": SCHEMA}}
+
+#: Fields as other servers take them, and the same in this server's own form.
+SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("completions", {"max_tokens": 9.0, "n": 2.0, "top_k": 1.0}, {"max_tokens": 9, "n": 2, "top_k": 1}),
+    ("completions", {"temperature": 1.5, "top_p": 0}, {"temperature": 0}),
+    ("completions", {"stop": ["", " the"]}, {"stop": " the"}),
+    ("completions", {"stop": "", "max_tokens": -1}, {"stop": [], "max_tokens": None}),
+    ("completions", {"logprobs": False, "stream_options": {"include_usage": True}}, {}),
+    (
+        "completions",
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": FORM},
+    ),
+    ("completions", {"response_format": {"type": "json_object", "value": SCHEMA}}, {"response_format": FORM}),
+    (
+        "completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": FORM},
+    ),
+    ("chat/completions", {"max_tokens": -1, "stop": " the"}, {"max_tokens": None, "stop": " the"}),
+    ("chat/completions", {"reasoning_effort": "low", "verbosity": "high"}, {}),
+    ("chat/completions", {"store": True, "tool_choice": "auto", "parallel_tool_calls": False}, {}),
+    ("responses", {"response_format": FORM}, {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ("responses", {"reasoning": {"effort": "none"}, "text": {"verbosity": "low"}, "n": 1, "store": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("path", "theirs", "ours"), SAME, ids=lambda value: str(value)[:60])
+def test_values_of_other_clients_are_taken(
+    server: ServerProcess, path: str, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    said = []
+    for fields in (theirs, ours):
+        answer = server.ask(f"/v1/{path}", stream=False, **fields)
+        assert answer.status_code == 200, answer.text
+        assert "x-infer-ignored" not in answer.headers
+        assert answer.json().get("store", False) is False
+        output = answer.json().get("choices") or answer.json()["output"]
+        said.append([each | {"id": ""} for each in output])
+    assert said[0] == said[1]
+
+
+def test_a_random_seed(server: ServerProcess) -> None:
+    texts = {server.text(temperature=1.5, max_tokens=30, seed=-1) for _ in range(3)}
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_more_new_tokens_than_fit_are_cut(server: ServerProcess, prefix: str) -> None:
+    for path, field, most in (
+        ("chat/completions", "max_tokens", 1024),
+        ("chat/completions", "max_completion_tokens", 10**6),
+        ("responses", "max_output_tokens", 32_000),
+    ):
+        fields = (
+            {"max_tokens": None, "ignore_eos": True} if path == "chat/completions" else {"ignore_eos": True}
+        )
+        answer = server.ask(f"{prefix}/{path}", **fields | {field: most}).json()
+        assert answer["usage"]["total_tokens"] == 1024
+    refused = server.ask(f"{prefix}/completions", max_tokens=1024)
+    assert_error(refused, 400 if prefix.startswith("/openai") else 422, "max_tokens")
 
 
 def test_top_k_of_no_tokens_means_all(server: ServerProcess) -> None:

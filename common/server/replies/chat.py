@@ -26,14 +26,15 @@ from common.server.replies.shapes import (
     Delta,
     FunctionDelta,
 )
-from common.server.requests.generation import GenerationRequest
+from common.server.requests.chat import ChatRequest
 
 
 class ChatChunks(PlainChunks[ChatChunkChoice]):
     """The wire format of `/v1/chat/completions`: a stream of OpenAI's chat chunks, or one JSON answer."""
 
-    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+    def __init__(self, answer: Answer, wanted: ChatRequest) -> None:
         super().__init__(answer, wanted)
+        self._asked_to_store = bool(wanted.store)
         self._begun: set[int] = set()  # indices of choices whose role has been sent
         self._sent_prompt = False  # whether the fields about the prompt have been sent
 
@@ -92,6 +93,8 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
             ],
             "usage": answer.usage(),
         }
+        if self._asked_to_store:
+            completion["store"] = False
         show_prompt(completion, answer, answer.choices[0].prompt)
         return completion
 

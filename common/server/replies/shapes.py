@@ -272,6 +272,7 @@ class ChatCompletion(Header, PromptTokens):
     """The JSON answer of chat."""
 
     object: Literal["chat.completion"]
+    store: NotRequired[Annotated[Literal[False], Field(description="for a request with `store` true")]]
     choices: list[ChatChoice]
     usage: Usage
 

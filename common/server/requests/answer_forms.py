@@ -24,7 +24,7 @@ class JsonSchemaFormat(BaseModel):
 
     model_config = BODY
 
-    name: str = Field(max_length=64)
+    name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
     strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
@@ -37,16 +37,25 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="with type `json_object`: a JSON Schema, as in llama.cpp"
+    )
+    value: dict[str, Any] | None = Field(default=None, description="another name of `schema`")
 
     @property
     def named_grammar(self) -> tuple[str, Grammar] | None:
         """The path of the field that restricts the answer, and the grammar it asks for; None: any text."""
         if self.json_schema is not None:
             return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema_)
-        return ("response_format", Grammar.json_object()) if self.type == "json_object" else None
+        if self.type == "text":
+            return None
+        name, schema = ("schema", self.schema_) if self.value is None else ("value", self.value)
+        if not schema:
+            return "response_format", Grammar.json_object()
+        return f"response_format.{name}", Grammar.json_schema(schema)
 
     def check(self) -> None:
-        """Raise ApiError (422) if type `json_schema` has no schema, or another type has one."""
+        """Raise ApiError (422) if type `json_schema` has no schema, or another type has `json_schema`."""
         if (self.type == "json_schema") is not (self.json_schema is not None):
             raise refused(
                 "response_format", "json_schema and type 'json_schema' go together; send both or neither"

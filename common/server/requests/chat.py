@@ -10,18 +10,22 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
 from common.calls import Function, ToolUse, behind_thought, told_in_messages
-from common.chat_template import RESERVED
+from common.chat_template import RESERVED, ChatTemplate
 from common.dialect import Dialect
 from common.errors import InvalidRequestError
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import refuse_other_parts, text_of
-from common.server.requests.generation import GenerationRequest
+from common.server.requests.generation import GenerationRequest, NewTokens, Whole
 from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages
 from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, tool_use_of
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORT = "how much the model reasons before it answers, if its template has the variable `reasoning_effort`"
+EFFORT = (
+    "how much the model reasons before it answers: a variable of some templates; for templates with the variable "
+    "`enable_thinking`, `none` turns thoughts off; otherwise it changes nothing"
+)
+VERBOSITY = "how long the answer is, if the template has the variable `verbosity`"
 
 
 class TemplateOptions(BaseModel):
@@ -42,9 +46,17 @@ class TemplateOptions(BaseModel):
     )
 
     @property
-    def effort(self) -> ReasoningEffort | None:
-        """How much the model is to reason, a variable of some templates; None: the template's default."""
-        return None
+    def hints(self) -> dict[str, str | None]:
+        """Values for variables that some templates have, by name; None: the template's default."""
+        return {}
+
+    def variables(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return the variables for a template: `chat_template_kwargs`, and the hints that the template reads."""
+        given = {name: value for name, value in self.hints.items() if value is not None}
+        effort = given.get("reasoning_effort")
+        hints: dict[str, Any] = given if effort is None else given | {"enable_thinking": effort != "none"}
+        read = {name: value for name, value in hints.items() if template.reads(name)}
+        return read | (self.chat_template_kwargs or {})
 
     @cached_property
     def told_functions(self) -> tuple[Function, ...]:
@@ -55,9 +67,8 @@ class TemplateOptions(BaseModel):
         """Return the conversation as the text that the model reads, with descriptions of `functions`.
 
         Raises:
-            InvalidRequestError: the model has no chat template; the template does not take these messages; the
-                request has an effort, and the template no variable for it; or there are functions, and the server
-                finds no tool calls in answers.
+            InvalidRequestError: the model has no chat template; the template does not take these messages; or
+                there are functions, and the server finds no tool calls in answers.
         """
         template = dialect.template
         if template is None:
@@ -66,14 +77,6 @@ class TemplateOptions(BaseModel):
                 "POST /v1/completions continues text",
                 param="messages",
             )
-        variables = dict(self.chat_template_kwargs or {})
-        if self.effort is not None:
-            if not template.reads("reasoning_effort"):
-                raise InvalidRequestError(
-                    "the model's chat template has no variable reasoning_effort; leave it out",
-                    param="reasoning_effort",
-                )
-            variables["reasoning_effort"] = self.effort
         called = {call.id: call.name for message in messages for call in message.calls}
         told = [message.for_template(called) for message in messages]
         if functions:
@@ -85,7 +88,7 @@ class TemplateOptions(BaseModel):
             told,
             add_generation_prompt=self._begins_message,
             continue_final_message=bool(self.continue_final_message),
-            variables=variables,
+            variables=self.variables(template),
             tools=[function.as_tool() for function in functions] or None,
         )
 
@@ -129,9 +132,14 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
     places: ClassVar[tuple[str, ...]] = ("all bodies", "conversations")
     adds_special_tokens_by_default: ClassVar[bool] = False  # the template writes the special tokens
     has_parts: ClassVar[bool] = True
+    cuts_max_tokens: ClassVar[bool] = True
 
     parallel_tool_calls: bool | None = Field(
         default=True, description="an answer may have several calls; false: one at most"
+    )
+
+    store: bool | None = Field(
+        default=False, description="nothing is stored: if true, the answer has it as false"
     )
 
     tool_choice: Any = None  # each body has a type of its own
@@ -163,7 +171,8 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
     def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:
         use, plain = self.tool_use, self.named_grammar
         schema = None if plain is None else _schema_of(plain[1])
-        thinking = self._begins_message and dialect.opens_thought(self.chat_template_kwargs)
+        variables = None if dialect.template is None else self.variables(dialect.template)
+        thinking = self._begins_message and dialect.opens_thought(variables)
         if use is None:
             if plain is None or schema is None or not dialect.thinks:
                 return plain
@@ -210,22 +219,21 @@ class ChatRequest(ConversationRequest):
     messages: Messages = Field(
         description="each with a `role` and a `content`: a text, or parts of type text, which are joined as lines"
     )
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="default: as many as fit after the conversation"
+    max_completion_tokens: NewTokens = Field(
+        default=None, description="at most as many as fit after the conversation, which is the default"
     )
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="the older name of `max_completion_tokens`"
-    )
+    max_tokens: NewTokens = Field(default=None, description="the older name of `max_completion_tokens`")
     logprobs: bool | None = Field(
         default=False, description="the log-probability of each sampled token is returned"
     )
-    top_logprobs: int | None = Field(
+    top_logprobs: Whole | None = Field(
         default=None,
         ge=0,
         le=20,
         description="with `logprobs`: the log-probabilities of so many of the likeliest tokens, too",
     )
     reasoning_effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
+    verbosity: str | None = Field(default=None, description=VERBOSITY)
     prediction: Prediction | None = Field(
         default=None,
         description="text that the answer will probably contain; where it does, phase 10 answers faster; it "
@@ -239,8 +247,8 @@ class ChatRequest(ConversationRequest):
         return self.messages
 
     @property
-    def effort(self) -> ReasoningEffort | None:
-        return self.reasoning_effort
+    def hints(self) -> dict[str, str | None]:
+        return {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
 
     @property
     def predicted_text(self) -> str:

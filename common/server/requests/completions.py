@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from common.dialect import Dialect
 from common.server.bodies import refused
 from common.server.requests.answer_forms import Text
-from common.server.requests.generation import GenerationRequest, Shown, TokenId
+from common.server.requests.generation import GenerationRequest, Shown, TokenId, Whole, no_limit
 
 #: The tag of a prompt that is a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {
@@ -61,19 +61,19 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt = Field(
         description="one prompt or several; special tokens are added to text, not to token ids"
     )
-    max_tokens: int | None = Field(
+    max_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(no_limit)] = Field(
         default=None,
-        ge=0,
         description="default: 128, or fewer if fewer fit; 0 computes only the prompt, for `echo` or "
         "`prompt_logprobs`",
     )
-    logprobs: int | None = Field(
+    logprobs: Annotated[
+        Annotated[Whole, Field(ge=0, le=20)] | None,
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = Field(
         default=None,
-        ge=0,
-        le=20,
         description="log-probabilities of each sampled token, and of so many of the likeliest tokens",
     )
-    best_of: int | None = Field(default=None, ge=1, description="must equal n, since every choice is sent")
+    best_of: Whole | None = Field(default=None, ge=1, description="must equal n, since every choice is sent")
 
     @property
     def num_prompts(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, BeforeValidator, Field, Tag
 
 from common.calls import ToolUse
 from common.dialect import Dialect
@@ -18,9 +18,23 @@ from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.requests.answer_forms import ResponseFormat, StructuredOutputs
 from common.server.requests.forms import by_type
 
+
+def _whole(value: Any) -> Any:
+    """Return a whole number that came as a float, such as 16.0, as an int, and any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def no_limit(value: Any) -> Any:
+    """Return None for -1, which llama.cpp's clients send for no limit, and any other value unchanged."""
+    return None if value == -1 else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+NewTokens = Annotated[Annotated[Whole, Field(ge=1)] | None, BeforeValidator(no_limit)]
+
 # fail_fast: only the first bad item of a list is reported, so two megabytes of bad items cost one error.
 TokenId = Annotated[int, Field(ge=0)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopString = Annotated[str, Field(max_length=256)]
 Stop = Annotated[
     Annotated[StopString, Tag("as text")]
     | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
@@ -76,6 +90,7 @@ class GenerationRequest(Body):
     adds_special_tokens_by_default: ClassVar[bool]
     has_parts: ClassVar[bool] = False  # thoughts and tool calls are kept apart from the answer's text
     default_new_tokens: ClassVar[int | None] = None  # the most new tokens by default; None: as many as fit
+    cuts_max_tokens: ClassVar[bool] = False  # more new tokens than fit behind the prompt are no error
 
     model: str | None = Field(
         default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
@@ -86,12 +101,12 @@ class GenerationRequest(Body):
     )
     top_p: float | None = Field(
         default=None,
-        gt=0.0,
+        ge=0.0,
         le=1.0,
-        description="keep the likeliest tokens until their probabilities add up to this; default: the model's, "
-        "or 1",
+        description="keep the likeliest tokens until their probabilities add up to this; 0 is greedy; default: "
+        "the model's, or 1",
     )
-    top_k: int | None = Field(
+    top_k: Whole | None = Field(
         default=None,
         ge=-1,
         lt=2**31,
@@ -119,12 +134,17 @@ class GenerationRequest(Body):
         le=2.0,
         description="subtracted from a token's logit once for each time that the answer has it so far",
     )
-    stop: Stop | None = Field(default=None, description="at most 16 strings, left out of the text")
+    stop: Stop | None = Field(
+        default=None, description="at most 16 strings, left out of the text; empty ones are not looked for"
+    )
     stop_token_ids: list[TokenId] | None = Field(
         default=None, max_length=256, fail_fast=True, description="tokens that end the answer, like EOS"
     )
-    seed: int | None = Field(
-        default=None, ge=-(2**63), lt=2**63, description="choice j of a prompt uses seed + j"
+    seed: Whole | None = Field(
+        default=None,
+        ge=-(2**63),
+        lt=2**63,
+        description="choice j of a prompt uses seed + j; -1: a random seed",
     )
     stream: bool | None = Field(
         default=None,
@@ -133,14 +153,14 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = Field(
         default=None, description="what a stream reports besides text"
     )
-    n: int | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
+    n: Whole | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
     ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
-    min_tokens: int | None = Field(
+    min_tokens: Whole | None = Field(
         default=0,
         ge=0,
         description="before so many tokens, no EOS, stop token or stop string ends the answer",
     )
-    truncate_prompt_tokens: int | None = Field(
+    truncate_prompt_tokens: Whole | None = Field(
         default=None,
         ge=-1,
         description="a longer prompt is cut to so many tokens; -1: to as many as fit before `max_tokens`",
@@ -165,7 +185,7 @@ class GenerationRequest(Body):
         description="whether a prompt of text gets the tokenizer's special tokens; default: true for completions, "
         "false for chat, whose template writes its own",
     )
-    priority: int | None = Field(
+    priority: Whole | None = Field(
         default=0,
         ge=-(2**31),
         lt=2**31,
@@ -189,7 +209,7 @@ class GenerationRequest(Body):
         description="the text begins with the prompt, and its log-probabilities are included if asked for; in a "
         "chat, it begins with the last message if that is an assistant's",
     )
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: Whole | None = Field(
         default=None,
         ge=0,
         le=20,
@@ -306,7 +326,8 @@ class GenerationRequest(Body):
             return token_ids
         if count == -1:
             new_tokens = self.max_new_tokens or max(self.default_new_tokens or 1, self.min_tokens or 0)
-            count = max(1, max_request_tokens - new_tokens)
+            least = max_request_tokens // 2 if self.cuts_max_tokens else 1
+            count = max(least, max_request_tokens - new_tokens)
         return token_ids[:count] if self.truncation_side == "right" else token_ids[-count:]
 
     @property
@@ -318,7 +339,7 @@ class GenerationRequest(Body):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         stop: Any = self.stop
-        return (stop,) if isinstance(stop, str) else tuple(stop or ())
+        return tuple(filter(None, (stop,) if isinstance(stop, str) else stop or ()))
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
@@ -346,7 +367,7 @@ class GenerationRequest(Body):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "seed": None if self.seed is None else self.seed + choice,
+            "seed": None if self.seed in (None, -1) else self.seed + choice,
             "logprobs": self.reported_logprobs,
             "prompt_logprobs": self.scored_prompt if choice == 0 else None,  # the other choices show the same
             "allowed_token_ids": self._allowed_token_ids,
@@ -358,6 +379,8 @@ class GenerationRequest(Body):
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.top_k in (0, -1):
             values["top_k"] = None
+        if self.top_p == 0:
+            values |= {"temperature": 0.0, "top_p": 1.0}
         return dataclasses.replace(
             defaults,
             **values,

@@ -15,8 +15,9 @@ from common.calls import Function
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.replies.response_shapes import Settings
-from common.server.requests.chat import EFFORT, ConversationRequest, ReasoningEffort
+from common.server.requests.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
 from common.server.requests.forms import Other, by_kind
+from common.server.requests.generation import NewTokens, Whole
 from common.server.requests.items import Input, check_items, message
 from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word
@@ -99,7 +100,7 @@ class TextFormat(BaseModel):
     model_config = BODY
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(default=None, max_length=64, description="with type `json_schema`, a label")
+    name: str | None = Field(default=None, description="with type `json_schema`, a label")
     description: str | None = Field(default=None, description="a label")
     schema_: dict[str, Any] | None = Field(
         default=None, alias="schema", description="with type `json_schema`: a JSON Schema"
@@ -111,9 +112,9 @@ class TextOptions(BaseModel):
     """The field `text` of the body, with the form of the answer."""
 
     model_config = BODY
-    places: ClassVar[tuple[str, ...]] = ("text",)
 
     format: TextFormat | None = None
+    verbosity: str | None = Field(default=None, description=VERBOSITY)
 
 
 class ReasoningOptions(BaseModel):
@@ -134,8 +135,8 @@ class ResponsesRequest(ConversationRequest):
         description="a text, or a list of items: messages, reasoning, function calls and their outputs"
     )
     instructions: str | None = Field(default=None, description="a system message before the input")
-    max_output_tokens: int | None = Field(
-        default=None, ge=1, description="default: as many as fit after the conversation"
+    max_output_tokens: NewTokens = Field(
+        default=None, description="at most as many as fit after the conversation, which is the default"
     )
     text: TextOptions | None = Field(default=None, description="the form of the answer")
     reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
@@ -146,7 +147,7 @@ class ResponsesRequest(ConversationRequest):
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
         default=None, description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text"
     )
-    top_logprobs: int | None = Field(
+    top_logprobs: Whole | None = Field(
         default=None, ge=0, le=20, description=f"likeliest tokens beside each; with `{LOGPROBS}` in `include`"
     )
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -178,12 +179,15 @@ class ResponsesRequest(ConversationRequest):
         return -1 if self.truncation == "auto" else super().kept_prompt_tokens
 
     @property
-    def effort(self) -> ReasoningEffort | None:
-        return None if self.reasoning is None else self.reasoning.effort
+    def hints(self) -> dict[str, str | None]:
+        return {
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "verbosity": None if self.text is None else self.text.verbosity,
+        }
 
     def field_of(self, param: str) -> str:
         names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-        return ({"reasoning_effort": "reasoning.effort"} | names).get(param, param)
+        return names.get(param, param)
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
@@ -266,8 +270,6 @@ class ResponsesRequest(ConversationRequest):
         wanted = self._format
         if (wanted.type == "json_schema") is not (wanted.schema_ is not None):
             raise refused("text.format", "schema and type 'json_schema' go together; send both or neither")
-        if wanted.schema_ is not None and wanted.name is None:
-            raise refused("text.format.name", "a schema needs a name, which is a label")
         for name in ("response_format", "structured_outputs"):
             if wanted.type != "text" and getattr(self, name) is not None:
                 raise refused(name, "text.format says already what answers look like; send one")
