@@ -42,6 +42,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._letter: int | None = backend.token_to_id("a")
         self._token_texts: dict[int, str] = {}  # a cache: at most one entry for each id
 
     @classmethod
@@ -94,22 +95,36 @@ class Tokenizer:
             )
         return "".join(parts)
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token, or the name of a special token (such as `<eos>`). Cached."""
+    def token_text(self, token_id: int, *, first: bool = False) -> str:
+        """Return the text of one token, or the name of a special token (such as `<eos>`). Cached.
+
+        Args:
+            token_id: the token's id.
+            first: whether no text is before the token. Some decoders (SentencePiece's) drop the space that begins a
+                text.
+        """
+        if first and token_id not in self.special_ids:
+            return self.decode([token_id])
         text = self._token_texts.get(token_id)
         if text is None:
             special = token_id in self.special_ids
-            text = str(self.backend.id_to_token(token_id)) if special else self.decode([token_id])
+            text = str(self.backend.id_to_token(token_id)) if special else self._text_within(token_id)
             self._token_texts[token_id] = text
         return text
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token's text.
+    def _text_within(self, token_id: int) -> str:
+        """Return the text of one token that has text before it."""
+        if self._letter is None or self.is_foreign(token_id):
+            return self.decode([token_id])
+        return self.decode([self._letter, token_id]).removeprefix("a")
+
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """Return the bytes of one token's text (see `token_text`).
 
         If the token is only a part of a character, return the bytes of this part. If the vocabulary does not spell
         tokens by bytes, these bytes are unknown: return the bytes of U+FFFD.
         """
-        text = self.token_text(token_id)
+        text = self.token_text(token_id, first=first)
         if REPLACEMENT not in text:
             return text.encode()
         spelled = self.spelled(token_id)
@@ -180,6 +195,7 @@ class IncrementalDetokenizer:
         stopped_by: the stop string that is complete; None: none is.
         length: number of characters that `add` has decoded so far, with those held back or dropped for a stop
             string.
+        begins_text: whether no text was before the first token that `add` decodes.
     """
 
     #: After this many tokens in a row without decoded text, `_is_broken` checks their bytes. UTF-8 needs at most
@@ -211,8 +227,7 @@ class IncrementalDetokenizer:
         self.length = 0
         self._context: list[int] = []  # the tokens of the latest full character
         self._stream = self._new_stream(())
-        for token_id in self._tail(prompt_token_ids):
-            self._decode(token_id)
+        self.begins_text = not "".join([self._decode(token_id) for token_id in self._tail(prompt_token_ids)])
 
     def _tail(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of a prompt, at most `CONTEXT`, without foreign ones (ids that the tokenizer does

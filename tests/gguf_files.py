@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import sentencepiece
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,7 +26,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
-CONTROL, BYTE = 3, 6
+UNKNOWN, CONTROL, BYTE = 2, 3, 6
 
 
 def save_gguf(
@@ -32,6 +36,7 @@ def save_gguf(
     *,
     tokenizer: str = "llama-tiny",
     change: Callable[[gguf.GGUFWriter, dict[str, Tensor]], object] = lambda writer, tensors: None,
+    tensors_a_part: int = 0,
     **entries: Any,
 ) -> Path:
     """Write a checkpoint as a GGUF file.
@@ -41,11 +46,13 @@ def save_gguf(
         kind: the type of its matrices.
         tokenizer: a model of the zoo, whose first tokens become the file's.
         change: called before the file is written, with the tensors by their names in GGUF, not yet interleaved.
+        tensors_a_part: split the model into files with so many tensors, whose names begin as `target` does; 0: into
+            one file.
         entries: further metadata of the architecture, with `__` for `.`; None leaves an entry out.
     """
     config = read_config(source)
     architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(target, architecture)
+    writer = gguf.GGUFWriter(target, architecture, split_max_tensors=tensors_a_part)
     metadata = _metadata(config) | {key.replace("__", "."): value for key, value in entries.items()}
     for key, value in metadata.items():
         if value is not None:
@@ -124,6 +131,64 @@ def add_tokenizer(writer: gguf.GGUFWriter, name: str, vocab_size: int | None = N
         entries["merges"] = []
     for key, value in (entries | replaced).items():
         if value is not None and value != []:
+            _add(writer, f"tokenizer.ggml.{key}", value)
+
+
+#: The text that `train_sentencepiece` learns from, beside indented code. It has runs of 2 to 16 spaces.
+_TEXT = ["the fox and the hen", "if x: return y", *("a" + " " * n for n in range(1, 20) for _ in range(n))]
+
+
+def train_sentencepiece(*, spaces_last: bool, add_dummy_prefix: bool = True) -> bytes:
+    """Train a SentencePiece model of 1,000 tokens on this package's code, and return its file's bytes.
+
+    Args:
+        spaces_last: give runs of spaces the lowest score, -1e9, as in Mistral's vocabulary.
+        add_dummy_prefix: whether a space is put before each text.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(__file__).read_text().splitlines() + _TEXT * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=1000,
+        byte_fallback=True,
+        add_dummy_prefix=add_dummy_prefix,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        user_defined_symbols=["[INST]", "[/INST]"],
+        minloglevel=2,
+    )
+    content = model.getvalue()
+    if spaces_last:
+        # Each token is stored as 0x0a, the length of its text, the text, 0x15, and four bytes of its score.
+        stored = re.compile(rb"(\x0a.(?:\xe2\x96\x81){2,}\x15)(?s:....)")
+        content, count = stored.subn(lambda found: found[1] + struct.pack("<f", -1e9), content)
+        assert count > 3
+    return content
+
+
+def add_sentencepiece(writer: gguf.GGUFWriter, model: bytes, **replaced: Any) -> None:
+    """Write a SentencePiece model as llama.cpp's converter does."""
+    source = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = range(source.vocab_size())
+
+    def kind(i: int) -> int:
+        kinds = {UNKNOWN: source.is_unknown, CONTROL: source.is_control, BYTE: source.is_byte}
+        user_defined = source.id_to_piece(i) in ("[INST]", "[/INST]")
+        return next((kind for kind, holds in kinds.items() if holds(i)), 4 if user_defined else 1)
+
+    entries = {
+        "model": "llama",
+        "tokens": [source.id_to_piece(i) for i in ids],
+        "scores": [source.get_score(i) for i in ids],
+        "token_type": [kind(i) for i in ids],
+        "unknown_token_id": source.unk_id(),
+        "bos_token_id": source.bos_id(),
+        "eos_token_id": source.eos_id(),
+    }
+    for key, value in (entries | replaced).items():
+        if value is not None:
             _add(writer, f"tokenizer.ggml.{key}", value)
 
 

@@ -1,5 +1,8 @@
 """Reads GGUF files: llama.cpp's format, one file with metadata, tokenizer and (usually quantized) tensors.
 
+A large model may be split into several files (`NAME-00001-of-00003.gguf`). The first has the metadata, and each has
+some of the tensors.
+
 ```text
 "GGUF", version, number of tensors, number of metadata entries
 metadata:  key, type, value            llama.block_count = 30, tokenizer.ggml.tokens = [...]
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +41,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_PART = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+_PART_NAME = "{}-{:05d}-of-{:05d}.gguf"
 _CHUNK_VALUES = 2**18  # dequantized at once: 1 MB as float32
 
 
@@ -98,7 +105,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """The header of a GGUF file: its metadata, and its tensors by their names in the file."""
+    """The header of a GGUF file, or of all parts of a split one: metadata, and tensors by name."""
 
     path: Path
     metadata: dict[str, Any]
@@ -106,12 +113,31 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read a file's header.
+        """Read a model's header: that of one file or, if the model is split into parts, of all its parts.
+
+        Args:
+            path: the file, or any of the parts. The metadata are those of the first part.
 
         Raises:
-            StartupError: the file cannot be read, is damaged or no GGUF file, or has a tensor of a type that is not
-                in `READABLE`.
+            StartupError: a file cannot be read, is damaged or no GGUF file, or has a tensor of a type that is not
+                in `READABLE`. Or a part is missing, or is not from the same model.
         """
+        file = cls._open_one(path)
+        if file.metadata.get("split.count", 1) == 1:
+            return file
+        parts = [cls._open_one(part) for part in _parts_of(file)]
+        tensors: dict[str, GGUFTensor] = {}
+        for number, part in enumerate(parts):
+            if part.metadata.get("split.no") != number or part.tensors.keys() & tensors.keys():
+                raise StartupError(f"{part.path} is not part {number + 1} of the model in {path}")
+            tensors |= part.tensors
+        count = parts[0].metadata.get("split.tensors.count")
+        if count != len(tensors):
+            raise StartupError(f"{path}: its parts have {len(tensors)} tensors, and must have {count!r}")
+        return cls(parts[0].path, parts[0].metadata, tensors)
+
+    @classmethod
+    def _open_one(cls, path: Path) -> GGUFFile:
         try:
             with path.open("rb") as file:
                 magic = file.read(len(_MAGIC))
@@ -127,6 +153,47 @@ class GGUFFile:
             raise StartupError(
                 f"{path} ({path.stat().st_size} bytes) is damaged or cut off: {error}; download it again"
             ) from None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a file that begins as GGUF files do. Ollama's files have no ending `.gguf`."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def first_part(names: Iterable[str]) -> str | None:
+    """Return the name of a split model's first part, if `names` are parts of one model; else None."""
+    found = [_PART.fullmatch(name) for name in names]
+    models = {(part["model"], part["count"]) if part else None for part in found}
+    if len(models) != 1 or (model := models.pop()) is None:
+        return None
+    return _PART_NAME.format(model[0], 1, int(model[1]))
+
+
+def _parts_of(file: GGUFFile) -> list[Path]:
+    """Return the paths of a split model's parts, in order. `file` is one of them.
+
+    Raises:
+        StartupError: a part is missing, or the name of `file` is not that of a part.
+    """
+    count = file.metadata["split.count"]
+    name = _PART.fullmatch(file.path.name)
+    if name is None or count != int(name["count"]):
+        raise StartupError(
+            f"{file.path} is one part of a model that is split into {count!r} parts, and its name does not tell "
+            "the others': it must end in -00001-of-00002.gguf, or so"
+        )
+    parts = [file.path.with_name(_PART_NAME.format(name["model"], i + 1, count)) for i in range(count)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise StartupError(
+            f"{file.path} is one of {count} parts, and {len(missing)} are missing: {missing[0]}"
+            + (" and others" if len(missing) > 1 else "")
+        )
+    return parts
 
 
 class _Header:

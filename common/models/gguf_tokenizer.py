@@ -4,12 +4,13 @@ A GGUF file has no `tokenizer.json`. Its metadata has the tokens, and names one 
 
 - `gpt2` is byte-level BPE. The metadata also has the merges, and names a pre-tokenizer, which splits a text before
   merges are applied.
-- `llama` is SentencePiece's BPE. Its merges have the order of the tokens that they make.
+- `llama` is SentencePiece's BPE. Its merges follow the scores of the tokens that they make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from common.chat_template import ChatTemplate
 from common.errors import InvalidRequestError, StartupError
 from common.models.gguf_file import GGUFFile
 
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -180,16 +181,48 @@ class GGUFVocabulary:
         # each space.
         tokens = [token if token.strip(" ") else "▁" * len(token) for token in self._tokens]
         ids = self._ids(tokens)
+        merges = _merges(self._scores(tokens), ids)
         tokenizer = Tokenizer(
-            BPE(ids, list(_merges(ids)), unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
+            BPE(ids, merges, unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
         )
-        prefixed = self._entry("add_space_prefix", True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-            prepend_scheme="first" if prefixed else "never", split=False
-        )
+        spaces = normalizers.Replace(" ", "▁")
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", left=1)] if prefixed else steps)
+        if self._entry("add_space_prefix", True):
+            # Each text between special tokens is normalized by itself, so each gets its space, as in llama.cpp.
+            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+            tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", left=1)])
+        else:
+            tokenizer.normalizer = spaces
+            tokenizer.decoder = decoders.Sequence(steps)
         return tokenizer
+
+    def _scores(self, tokens: list[str]) -> dict[str, float]:
+        """Return the score of each token that merges may make.
+
+        User-defined tokens have the highest score: SentencePiece looks for them before it merges. If the file has
+        no scores, or the same score for all (a converter's placeholder), smaller ids have higher scores.
+
+        Raises:
+            StartupError: the scores are not a list of numbers, one for each token.
+        """
+        scores = self._entry("scores", [0.0] * len(tokens))
+        if (
+            not isinstance(scores, list)
+            or len(scores) != len(tokens)
+            or not all(isinstance(score, float) and math.isfinite(score) for score in scores)
+        ):
+            raise StartupError(f"{self._path}: its scores are not one number for each of its tokens")
+        found = {
+            token: math.inf if kind == _USER_DEFINED else score
+            for token, score, kind in zip(tokens, scores, self._types, strict=True)
+            if kind not in (_UNKNOWN, _CONTROL, _BYTE)
+        }
+        if len(set(found.values()) - {math.inf}) == 1:
+            return {
+                token: -float(place) if math.isfinite(score) else score
+                for place, (token, score) in enumerate(found.items())
+            }
+        return found
 
     @staticmethod
     def _ids(tokens: list[str]) -> dict[str, int]:
@@ -209,12 +242,21 @@ class GGUFVocabulary:
         )
 
 
-def _merges(ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield SentencePiece's merges by priority: in the order, in `ids`, of the tokens that they make.
+def _merges(scores: dict[str, float], ids: Container[str]) -> list[tuple[str, str]]:
+    """Return SentencePiece's merges by priority: those with the highest scores first.
 
-    If several pairs make the same token, the pair with the longest left part comes first.
+    SentencePiece prefers the leftmost of several merges with the same score. Our library has no merges of the same
+    priority. So the merge with the longest left part comes first, as in transformers: in a run of spaces, whose
+    tokens have the same score in Mistral's vocabulary, it is the leftmost.
+
+    Args:
+        scores: the score of each token that merges may make.
+        ids: all tokens.
     """
-    for token in ids:
-        for cut in range(len(token) - 1, 0, -1):
-            if token[:cut] in ids and token[cut:] in ids:
-                yield token[:cut], token[cut:]
+    merges = [
+        (token[:cut], token[cut:])
+        for token in scores
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return sorted(merges, key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0]), -len(pair[1])))

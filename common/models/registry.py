@@ -30,7 +30,7 @@ from common.models.fetch import FETCHABLE, find_fetched
 from common.models.gemma3 import Gemma3
 from common.models.generation_config import suggested_params
 from common.models.gguf import GGUFCheckpoint, config_of
-from common.models.gguf_file import GGUFFile
+from common.models.gguf_file import GGUFFile, first_part, is_gguf
 from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.mistral import Mistral
@@ -195,26 +195,25 @@ def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int)
 def _find_gguf(name: str) -> Path | None:
     """Return the GGUF file that a name stands for; None if the name stands for something else.
 
-    The name may be that of the file, of a folder (without `config.json`) that holds one GGUF file, or of a model
-    that `infer fetch` knows.
+    The name may be that of the file, of a folder (without `config.json`) that holds one GGUF model, or of a model
+    that `infer fetch` knows. A file is known by its ending or by its first bytes. A model that is split into parts
+    has the path of one of its parts.
 
     Raises:
-        StartupError: there is no such file, the folder holds several, or the model is not fetched yet.
+        StartupError: there is no such file, the folder holds several models, or the model is not fetched yet.
     """
     path = Path(name)
     if path.is_dir():
-        files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
-        if len(files) > 1:
-            names = ", ".join(file.name for file in files)
-            raise StartupError(f"{name} holds several GGUF files: name one of {names}")
-        return files[0] if files else None
+        names = [] if (path / "config.json").is_file() else sorted(each.name for each in path.glob("*.gguf"))
+        found = names[0] if len(names) == 1 else first_part(names)
+        if names and found is None:
+            raise StartupError(f"{name} holds several GGUF files: name one of {', '.join(names)}")
+        return None if found is None else path / found
     if name in FETCHABLE:
         return find_fetched(name)
-    if not name.lower().endswith(".gguf"):
-        return None
-    if not path.is_file():
+    if name.lower().endswith(".gguf") and not path.is_file():
         raise StartupError(f"there is no GGUF file {path.absolute()}")
-    return path
+    return path if name.lower().endswith(".gguf") or is_gguf(path) else None
 
 
 def zoo_names() -> list[str]:

@@ -45,7 +45,7 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
             nothing = None if may_call else ""
             yield _chat_chunk(choice, {"role": "assistant", "content": choice.prompt.echo or nothing})
         shown = answer_tokens(self.answer, [output])
-        logprobs = chat_logprobs(self.answer.tokenizer, [output])
+        logprobs = chat_logprobs(self.answer, choice, [output])
         deltas = _deltas(choice, output)
         # Text that is held back needs no chunk. A token that is shown needs one, and so does a choice's end.
         if not deltas and (shown or logprobs or output.finished):
@@ -84,7 +84,7 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
                 {
                     "index": choice.index,
                     "message": _message(choice, outputs),
-                    "logprobs": chat_logprobs(answer.tokenizer, outputs),
+                    "logprobs": chat_logprobs(answer, choice, outputs),
                     "finish_reason": _chat_reason(choice, engine_reason(outputs)),
                     **answer.stop_reason(choice),
                     **answer_tokens(answer, outputs),

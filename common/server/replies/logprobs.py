@@ -44,7 +44,8 @@ def completion_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutpu
     for output in said:
         if output.logprobs is not None and output.token_id is not None:
             offset = len(prompt.echo) + output.text_offset
-            _add_token(columns, answer.tokenizer, output.token_id, output.logprobs, offset)
+            first = _begins_text(answer, choice, output)
+            _add_token(columns, answer.tokenizer, output.token_id, output.logprobs, offset, first)
     return columns if columns["tokens"] else None
 
 
@@ -54,19 +55,31 @@ def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
     pieces = IncrementalDetokenizer(tokenizer, ())
     known = [None, *(_cut(each, count) for each in prompt.scores or ())]
     known += [None] * (len(prompt.token_ids) - len(known))  # the prompt could not be scored
-    at = 0
+    at, first = 0, True
     for token_id, logprobs in zip(prompt.token_ids, known, strict=True):
-        _add_token(columns, tokenizer, token_id, logprobs, min(at, len(prompt.echo)))
+        _add_token(columns, tokenizer, token_id, logprobs, min(at, len(prompt.echo)), first)
         at += len(pieces.add(token_id))
+        first = first and token_id in tokenizer.special_ids
     return columns
 
 
+def _begins_text(answer: Answer, choice: Choice, output: StepOutput) -> bool:
+    """Return whether an output's token has no text before it: neither of the prompt nor of the answer."""
+    detokenizer = answer.streams[choice.index].request.detokenizer
+    return is_first(output) and detokenizer is not None and detokenizer.begins_text
+
+
 def _add_token(
-    columns: Logprobs, tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs | None, offset: int
+    columns: Logprobs,
+    tokenizer: Tokenizer,
+    token_id: int,
+    logprobs: TokenLogprobs | None,
+    offset: int,
+    first: bool,
 ) -> None:
-    columns["tokens"].append(_token_name(tokenizer, token_id))
+    columns["tokens"].append(_token_name(tokenizer, token_id, first))
     columns["token_logprobs"].append(None if logprobs is None else finite(logprobs.logprob))
-    columns["top_logprobs"].append(None if logprobs is None else _top(tokenizer, token_id, logprobs))
+    columns["top_logprobs"].append(None if logprobs is None else _top(tokenizer, token_id, logprobs, first))
     columns["text_offset"].append(offset)
 
 
@@ -78,7 +91,7 @@ def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
     return TokenLogprobs(logprobs.logprob, logprobs.top[:count])
 
 
-def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[str, float]:
+def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs, first: bool) -> dict[str, float]:
     """Return log-probabilities by token text: the likeliest tokens first, then `sampled` if it is not among them.
 
     If several tokens have the same text, all but the first are written as they are spelled in the vocabulary.
@@ -88,15 +101,15 @@ def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs) -> dict[st
     for token_id, logprob in (*logprobs.top, (sampled, logprobs.logprob)):
         if token_id not in named:
             named.add(token_id)
-            text = _token_name(tokenizer, token_id)
+            text = _token_name(tokenizer, token_id, first)
             top[tokenizer.spelled(token_id) if text in top else text] = finite(logprob)
     return top
 
 
-def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
+def _token_name(tokenizer: Tokenizer, token_id: int, first: bool) -> str:
     """Return a token's text. If the token has a part of a character, return its bytes like `bytes:\\xf0\\x9f`
-    (OpenAI's form)."""
-    text = tokenizer.token_text(token_id)
+    (OpenAI's form). `first`: whether no text is before the token."""
+    text = tokenizer.token_text(token_id, first=first)
     if REPLACEMENT not in text:
         return text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
@@ -135,32 +148,34 @@ def _prompt_logprob_entries(
     return entries
 
 
-def chat_logprobs(tokenizer: Tokenizer, said: Sequence[StepOutput]) -> ChatLogprobs | None:
-    """Return the field `logprobs` of chat for the tokens of some outputs; None if it would be empty."""
+def chat_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ChatLogprobs | None:
+    """Return the field `logprobs` of chat for the tokens of a choice's outputs; None if it would be empty."""
     content: ChatLogprobs = {
         "content": [
             {
-                **_chat_token(tokenizer, output.token_id, output.logprobs.logprob),
-                "top_logprobs": [_chat_token(tokenizer, *each) for each in output.logprobs.top],
+                **_chat_token(answer.tokenizer, output.token_id, output.logprobs.logprob, first),
+                "top_logprobs": [_chat_token(answer.tokenizer, *each, first) for each in output.logprobs.top],
             }
             for output in said
             if output.logprobs is not None and output.token_id is not None
+            for first in [_begins_text(answer, choice, output)]
         ],
         "refusal": None,
     }
     return content if content["content"] else None
 
 
-def response_logprobs(tokenizer: Tokenizer, output: StepOutput) -> list[ChatTokenLogprobs]:
+def response_logprobs(answer: Answer, choice: Choice, output: StepOutput) -> list[ChatTokenLogprobs]:
     """Return the log-probabilities of an output's token as a list with one entry; empty if the output has none."""
-    logprobs = chat_logprobs(tokenizer, [output])
+    logprobs = chat_logprobs(answer, choice, [output])
     return [] if logprobs is None else logprobs["content"]
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> ChatTokenLogprob:
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, first: bool) -> ChatTokenLogprob:
     # A part of a character reads as U+FFFD. Clients put the bytes of several tokens together.
-    raw = list(tokenizer.token_bytes(token_id))
-    return {"token": tokenizer.token_text(token_id), "logprob": finite(logprob), "bytes": raw}
+    text = tokenizer.token_text(token_id, first=first)
+    raw = list(tokenizer.token_bytes(token_id, first=first))
+    return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
 
 def finite(logprob: float) -> float:

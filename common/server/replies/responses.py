@@ -107,7 +107,7 @@ class ResponseEvents(WireFormat):
         if output.error is not None:
             yield from self._failure(output.error)
             return
-        self._logprobs += response_logprobs(self.answer.tokenizer, output)
+        self._logprobs += response_logprobs(self.answer, choice, output)
         for part in choice.parts(output):
             logprobs, self._logprobs = self._logprobs, []
             match part:
