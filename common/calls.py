@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,11 +29,15 @@ from pydantic_core import from_json
 
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.errors import InvalidGrammarError
-from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
-from common.grammar_trial import WHITESPACE
+from common.grammar import Grammar, check_length
+from common.grammar_trial import JSON_OPTIONS
+from common.schemas import asked, closed, objects_in, size
 
 #: Most calls in one constrained answer. Small models do not know when to stop.
 MAX_CALLS = 16
+
+#: Most seconds in which the functions of a request are tried one by one, to find those that no grammar can follow.
+MOST_TRIALS_S = 2.0
 
 #: The schema of the arguments if a function has no schema, or if its schema need not be followed.
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -188,6 +193,40 @@ class ToolUse:
         """Names of the functions that may be called."""
         return frozenset(function.name for function in self.callable)
 
+    @property
+    def followed(self) -> tuple[Function, ...]:
+        """The functions whose schemas the grammar makes calls follow."""
+        return tuple(function for function in self.callable if self.required or function.strict)
+
+    def without_schemas(self, names: Collection[str]) -> ToolUse:
+        """Return these tools. Calls of the functions with these names follow no schema, unless one is required."""
+        functions = (
+            dataclasses.replace(each, strict=each.strict and each.name not in names) for each in self.callable
+        )
+        return dataclasses.replace(self, callable=tuple(functions))
+
+    def refusals(self, dialect: Dialect, check: Callable[[Grammar], None]) -> dict[str, str]:
+        """Return the functions in `followed` whose schema alone no grammar can follow: the reason by name.
+
+        Blocks. After `MOST_TRIALS_S` seconds, the rest of the functions are not tried.
+
+        Args:
+            dialect: the model's dialect.
+            check: raises InvalidGrammarError for a grammar that cannot be used.
+        """
+        reasons: dict[str, str] = {}
+        until_s = time.monotonic() + MOST_TRIALS_S
+        for function in self.followed:
+            try:
+                grammar = ToolUse((), (function,), required=True).grammar(dialect)
+                assert grammar is not None, "a required call has a grammar"
+                check(grammar)
+            except InvalidGrammarError as error:
+                reasons[function.name] = str(error)
+            if time.monotonic() > until_s:
+                break
+        return reasons
+
     def grammar(
         self, dialect: Dialect, *, thinking: bool = False, otherwise: Mapping[str, Any] | None = None
     ) -> Grammar | None:
@@ -204,9 +243,9 @@ class ToolUse:
         Raises:
             InvalidGrammarError: the grammar would be too long.
         """
-        is_free = not self.required and self.parallel and otherwise is None
-        if is_free and not any(function.strict for function in self.callable):
+        if not self.followed and self.parallel and otherwise is None:
             return None
+        check_length(sum(size(function.parameters) for function in self.followed))
         return Grammar.context_free(_Writer(self, dialect, thinking, otherwise).text())
 
 
@@ -286,7 +325,7 @@ class _Writer:
             function: the called function.
         """
         is_strict = self._use.required or function.strict
-        schema = dict(function.parameters) if is_strict else dict(ANY_OBJECT)
+        schema = closed(function.parameters) if is_strict else dict(ANY_OBJECT)
         schema["type"] = "object"  # the schema may allow other types, such as null
         if self._syntax == "pythonic":
             arguments = self._keywords(number, schema) if is_strict else self._any_keywords()
@@ -328,7 +367,8 @@ class _Writer:
             for name, value in properties.items()
         ):
             return ""
-        if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in _references(schema)):
+        references = (each["$ref"] for each in objects_in(schema) if isinstance(each.get("$ref"), str))
+        if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
             return ""
         # `first` before the first argument, `more` after it, where a comma comes first.
         self._rules += [f'{kind}_{number}_{len(properties)}: ""' for kind in ("first", "more")]
@@ -342,12 +382,7 @@ class _Writer:
                 rules.append(f"{kind}_{here}: {argument} more_{following}{skipped}")
             self._rules += rules
             characters += sum(map(len, rules))
-            if characters > MAX_GRAMMAR_CHARACTERS:  # every argument's rule repeats the shared schemas
-                raise InvalidGrammarError(
-                    f"tools: the grammar of their calls has over {MAX_GRAMMAR_CHARACTERS} characters, the most "
-                    "that are compiled",
-                    param="tools",
-                )
+            check_length(characters)  # every argument's rule repeats the shared schemas
         return f"first_{number}_0"
 
     def _any_keywords(self) -> str:
@@ -375,7 +410,7 @@ class _Writer:
         if self._syntax != "hermes":
             opening = {"llama3_json": r"\{", "pythonic": r"\[|```tool_code"}[self._syntax]
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
-            no_call = rf"[\s\x1c-\x1f]*({opening}{thought})(.|\n)*"
+            no_call = rf"[\p{{White_Space}}\x1c-\x1f]*({opening}{thought})(.|\n)*"
         elif HERMES_MARKERS[0] in self._dialect.special:
             no_call = rf"(.|\n)*{HERMES_MARKERS[0]}(.|\n)*"  # its letters are not the marker's token
         else:
@@ -407,18 +442,6 @@ _PLAIN_KEYS = frozenset(
 )
 
 
-def _references(value: Any) -> Iterable[str]:
-    """Yield the value of every `$ref` in a schema."""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            if name == "$ref" and isinstance(each, str):
-                yield each
-            yield from _references(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _references(each)
-
-
 def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an object with exactly these properties."""
     return {
@@ -430,7 +453,7 @@ def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    return f"%json {_json({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+    return f"%json {_json({**asked(schema), 'x-guidance': JSON_OPTIONS})}"
 
 
 def _literal(text: str) -> str:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,8 +31,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import llguidance
 import numpy as np
+from pydantic_core import from_json
 
-from common import grammar_trial
+from common import grammar_trial, schemas
 from common.allowed_tokens import Mask, without_tokens
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.grammar_trial import MaskBudget, OverBudgetError
@@ -56,10 +58,16 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """Return the grammar of JSON that matches a JSON Schema, given as an object or as JSON text."""
-        return cls(
-            "json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-        )
+        """Return the grammar of JSON that matches a JSON Schema, given as an object or as JSON text.
+
+        Raises:
+            InvalidGrammarError: the schema is too long, or has an integer that is too long.
+        """
+        given = _object_of(schema) if isinstance(schema, str) else schema
+        if given is None:  # no schema, which the compiler says better
+            return cls("json_schema", str(schema))
+        check_length(schemas.size(given))
+        return cls("json_schema", json.dumps(schemas.asked(given), ensure_ascii=False))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -68,9 +76,11 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Return the grammar of texts that a regular expression matches as a whole. The syntax is that of Rust's
-        `regex`, without look-around."""
-        return cls("regex", pattern)
+        r"""Return the grammar of texts that a regular expression matches as a whole.
+
+        The syntax is that of Rust's `regex`, without look-around. But `\d`, `\w` and `\s` match ASCII only.
+        """
+        return cls("regex", _in_ascii(pattern))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
@@ -79,8 +89,37 @@ class Grammar:
 
     @classmethod
     def context_free(cls, text: str) -> Grammar:
-        """Return a grammar with rules, written in the notation of Lark or of llama.cpp (GBNF)."""
-        return cls("grammar", text)
+        """Return a grammar with rules, written in the notation of Lark or of llama.cpp (GBNF). Regular expressions
+        in it are as in `regex`."""
+        return cls("grammar", _in_ascii(text))
+
+
+def check_length(characters: int) -> None:
+    """Raise InvalidGrammarError if a grammar of so many characters is not compiled."""
+    if characters > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidGrammarError(
+            f"{characters} characters are too many; at most {MAX_GRAMMAR_CHARACTERS} are compiled"
+        )
+
+
+def _object_of(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is; None if it is none, or nested too deeply."""
+    check_length(len(text))
+    try:
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+#: The classes of characters that Rust's `regex` extends to all of Unicode, in ASCII.
+_ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\x0b]"}
+_ASCII |= {name.upper(): f"[^{characters[1:]}" for name, characters in _ASCII.items()}
+
+
+def _in_ascii(pattern: str) -> str:
+    """Return a regular expression in which `\\d`, `\\w`, `\\s` and their opposites mean characters of ASCII."""
+    return re.sub(r"\\(.)", lambda escape: _ASCII.get(escape[1], escape[0]), pattern, flags=re.DOTALL)
 
 
 class Matcher:
@@ -283,10 +322,7 @@ class GrammarCompiler:
                 tokenizer allows no grammars, or the trial was ended from outside.
             ShuttingDownError: `close` was called before the grammar had been tried.
         """
-        if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
-            raise InvalidGrammarError(
-                f"{len(grammar.text)} characters are too many; at most {MAX_GRAMMAR_CHARACTERS} are compiled"
-            )
+        check_length(len(grammar.text))
         try:
             _ = self._backend  # else a tokenizer that llguidance refuses would fail in the trial
         except ValueError as error:
@@ -300,6 +336,11 @@ class GrammarCompiler:
                     self._verdicts.put(grammar, verdict)
         if verdict.reason is not None:
             raise InvalidGrammarError(verdict.reason)
+
+    def accepts(self, grammar: Grammar) -> bool:
+        """Return whether a grammar is known to be usable, without trying it."""
+        verdict = self._verdicts.get(grammar)
+        return verdict is not None and verdict.reason is None
 
     def compile(self, grammar: Grammar) -> Matcher:
         """Return a matcher of a grammar that was checked, in this process or in another.

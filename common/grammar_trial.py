@@ -41,6 +41,10 @@ STACK_SIZE = 2**20
 #: allowed, small models would generate nothing else. (llama.cpp's JSON grammar has the same rule.)
 WHITESPACE = r" |\n[ \t]{0,20}"
 
+#: The compiler's options for a JSON Schema. `lenient`: it ignores formats that it does not know, as JSON Schema
+#: asks, and warns of other keywords that it does not follow (`compile_grammar` refuses these).
+JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "lenient": True}
+
 #: Number of random answers whose masks are timed, and number of tokens of each.
 WALKS, WALK_TOKENS = 2, 32
 
@@ -142,7 +146,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
         ValueError: the grammar is malformed, exceeds `limits`, or matches no text.
     """
     if kind == "json_schema":
-        source = llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
+        source = llguidance.LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
     elif kind == "choice":  # one terminal for all: with one for each, some hundred texts fill a row
         source = llguidance.grammar_from("regex", "|".join(map(re.escape, json.loads(text))))
     else:
@@ -152,6 +156,9 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
         matcher.compute_bitmask()  # for some grammars, only a mask shows that they match nothing
     if matcher.is_error():
         raise ValueError(_reason(matcher.get_error()))
+    ignored = (each for each in matcher.get_grammar_warnings() if not each.startswith("Unknown format: "))
+    if warning := next(ignored, None):
+        raise ValueError(warning.partition(", falling back")[0])
     return matcher
 
 
@@ -191,7 +198,9 @@ def _failed_after(taken: int, reason: str) -> ValueError:
 def _reason(message: str) -> str:
     """Return the line of the compiler's message that names the error. Its other lines show where the error is."""
     lines = [line.strip() for line in message.splitlines()] or [message]
-    named = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    is_pattern = lines[0] == "regex parse error:" or "JSON schema: regex parse error:" in lines[0]
+    begin = "pattern: " if is_pattern else ""
+    named = (begin + line.removeprefix("error: ") for line in lines if line.startswith("error: "))
     return next(named, lines[0]).replace("NoExtensionBias", "no text matches it")
 
 

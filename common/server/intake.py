@@ -24,6 +24,7 @@ none while their body is validated or a slow grammar compiled: a place is for a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -135,8 +136,9 @@ class Intake:
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float
     ) -> list[RequestStream]:
         choices = wanted.num_prompts * wanted.choices_per_prompt
-        field, grammar = wanted.grammar_in(self._dialect) or ("", None)
+        field = "tools"
         try:
+            field, grammar = await self._grammar(wanted) or ("", None)
             matchers = await self._compile(grammar, choices)
             with self._worker.hold_places(choices) as places:
                 requests = await self._admission.tokenizing.run(
@@ -144,7 +146,26 @@ class Intake:
                 )
                 return places.submit(requests)
         except InvalidGrammarError as error:
+            if error.param is not None:  # named already
+                raise
             raise InvalidGrammarError(f"{field}: {error}", param=field) from None
+
+    async def _grammar(self, wanted: GenerationRequest) -> tuple[str, Grammar] | None:
+        """Return the path of the field that restricts an answer, and its grammar: see `usable_grammar`.
+
+        If calls follow schemas, the grammar is tried here unless it is known, in the lane `compiling`.
+        """
+        grammars, use = self._engine.grammars, wanted.tool_use
+        if use is None or not use.followed:
+            return wanted.grammar_in(self._dialect)
+        with contextlib.suppress(InvalidGrammarError):
+            named = wanted.grammar_in(self._dialect)
+            if named is None or grammars.accepts(named[1]):
+                return named
+        self._worker.check_room(wanted.choices_per_prompt)
+        return await self._admission.compiling.run(
+            functools.partial(wanted.usable_grammar, self._dialect, grammars.check)
+        )
 
     async def _compile(self, grammar: Grammar | None, choices: int) -> Sequence[Matcher | None]:
         """Return a matcher for each choice; None for each if there is no grammar, or it is known to compile fast.

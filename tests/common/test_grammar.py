@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -272,7 +274,14 @@ REFUSED: dict[str, tuple[Grammar, *tuple[str, ...]]] = {
     "type": (Grammar.json_schema({"type": "text"}), "Invalid type: text"),
     "unsupported": (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     "nested unsupported": (Grammar.json_schema({"properties": {"a": {"not": {}}}}), '"not"'),
-    "format": (Grammar.json_schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+    "unsupported beside a format": (
+        Grammar.json_schema({"type": "array", "items": {"format": "colour"}, "uniqueItems": True}),
+        "uniqueItems",
+    ),
+    "overlapping alternatives": (
+        Grammar.json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}),
+        "oneOf",
+    ),
     "reference": (Grammar.json_schema({"$ref": "#/$defs/nowhere"}), "nowhere"),
     "another's": (Grammar.json_schema({"$ref": "http://example.com/schema"}), "example.com"),
     "unsatisfiable": (Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
@@ -283,7 +292,7 @@ REFUSED: dict[str, tuple[Grammar, *tuple[str, ...]]] = {
     "look-around": (Grammar.regex("a(?=b)"), "look-ahead"),
     "back reference": (Grammar.regex(r"(a)\1"), "backreferences"),
     "brackets": (Grammar.regex("[a-z"), "unclosed"),
-    "pattern": (Grammar.json_schema({"type": "string", "pattern": "^(?!a)"}), "look-ahead"),
+    "pattern": (Grammar.json_schema({"type": "string", "pattern": "^(?!a)"}), "pattern: look-around"),
     "depth of a regex": (Grammar.regex("(" * 1000 + "a" + ")" * 1000), "nest"),
     "combinations": (
         Grammar.json_schema(
@@ -324,6 +333,61 @@ def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
     assert any(reason in str(refused.value) for reason in reasons), refused.value
     assert "\n" not in str(refused.value)
     assert ord("a") in allowed(COMPILER.new_matcher(Grammar.regex(f"a{{{len(name)}}}")))
+
+
+def test_integers_that_are_too_long_are_refused_before_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.grammar.json.dumps", None)
+    for schema in ({"maximum": 10**308}, {"enum": [[{"a": -(10**400)}]]}):
+        with pytest.raises(InvalidGrammarError, match="308 digits"):
+            Grammar.json_schema(schema)
+    with pytest.raises(InvalidGrammarError, match="characters are too many"):
+        Grammar.json_schema({"enum": [2**1000] * 1000})
+
+
+# ---------------------------------------------------------------------- what schemas and patterns mean
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """Return whether a text is complete in a grammar."""
+    matcher = COMPILER.new_matcher(grammar)
+    for byte in text.encode():
+        if byte not in allowed(matcher):
+            return False
+        matcher.advance(byte)
+    return EOS in allowed(matcher)
+
+
+def test_unknown_formats_and_false_ask_for_nothing() -> None:
+    schema: dict[str, Any] = {
+        "type": "array",
+        "uniqueItems": False,
+        "items": {
+            "type": "object",
+            "properties": {"uniqueItems": {"format": "path"}},
+            "required": ["uniqueItems"],
+        },
+    }
+    constant = {"const": {"uniqueItems": False}}
+    for each, text in (
+        (schema, '[{"uniqueItems": "a"}, {"uniqueItems": "a"}]'),
+        (constant, '{"uniqueItems": false}'),
+    ):
+        jsonschema.validate(json.loads(text), each)
+        assert takes(Grammar.json_schema(each), text)
+        assert takes(Grammar.json_schema(json.dumps(each)), text)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\d.]", r"[^\w]", r"[^\Dx]", r"[\s\W]", r"\\d", r"(?i)\w"],
+)
+def test_classes_of_characters_are_ascii(pattern: str) -> None:
+    texts = ["0", "a", "_", "Z", "x", " ", "\t", "\x0b", "-", "é", "٣", "\u00a0", "\u3000", "\\d", "."]
+    for grammar in (Grammar.regex(pattern), Grammar.context_free(f"start: /{pattern}/")):
+        for text in texts:
+            assert takes(grammar, text) is bool(re.fullmatch(pattern, text, re.ASCII)), (grammar, text)
 
 
 # ---------------------------------------------------------------------- the trial

@@ -297,6 +297,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "tools"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON Schema"),
     ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json", "JSON Schema"),
+    (
+        {"response_format": {"type": "json_object"}, "tool_choice": "required"},
+        "response_format",
+        "requires a call",
+    ),
+    ({"structured_outputs": {"json": {}}, "tool_choice": FOX}, "structured_outputs.json", "requires a call"),
+    ({"tools": [tool("hide", parameters={"maximum": 10**400})]}, "tools[0]", "308 digits"),
     ({"functions": [{"name": "f"}]}, "functions", "tools"),
     ({"function_call": {"name": "f"}}, "function_call", "tools"),
     ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "messages[0].role", "tool_calls"),
@@ -306,7 +313,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tool",
     ),
     ({"messages": [USERS_CALL]}, "messages[0].tool_calls", "assistant"),
-    ({"tools": [tool("hide", extra=1)]}, "tools[0].function.extra", "unknown"),
 ]
 
 
@@ -325,6 +331,38 @@ def test_refusals_name_the_field(
 def test_wrong_types(server: ServerProcess, fields: dict[str, Any]) -> None:
     response = server.ask("/v1/chat/completions", **{"tools": TOOLS} | fields)
     assert_error(response, 400, next(iter(fields)))
+
+
+# Schemas that clients' libraries write for ordinary functions, and the keyword that no grammar follows.
+UNFOLLOWED: dict[str, tuple[dict[str, Any], str]] = {
+    "a map of zod": ({"type": "object", "propertyNames": {"type": "string"}}, "propertyNames"),
+    "a set of pydantic": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+    "a pattern": ({"type": "string", "pattern": r"^(?!\.)[a-z.]+$"}, "pattern"),
+    "patterns of names": (
+        {"patternProperties": {"^a": {"type": "string"}, "b$": {"type": "integer"}}},
+        "patternProperty",
+    ),
+    "an exclusion": ({"not": {"type": "string"}}, '"not"'),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_a_schema_that_no_grammar_follows_is_refused_only_where_a_call_is_required(
+    server: ServerProcess, name: str
+) -> None:
+    schema, keyword = UNFOLLOWED[name]
+    parameters = {"type": "object", "properties": {"a": schema}}
+    bad = tool("hide", name="do", parameters=parameters, strict=True)
+    tools = [*STRICT, bad]
+    for fields in ({}, {"parallel_tool_calls": False}, {"tool_choice": FOX}):
+        ask(server, tools=tools, max_tokens=4, **fields)
+    refused = server.ask("/v1/chat/completions", tools=tools, tool_choice="required")
+    assert_error(refused, 422, "tools", says=keyword)
+    assert "function 'do'" in refused.json()["error"]["message"]
+    assert (
+        len([each for each in server.log if "'do' need not follow its schema" in each and keyword in each])
+        == 1
+    )
 
 
 # ---------------------------------------------------------------------- other templates, and options

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
 
+from common.errors import InvalidGrammarError
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import by_type
@@ -17,6 +19,15 @@ JsonSchema = Annotated[
     Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
     by_type({str: "as text", dict: "as object"}, "schema_type", "an object, or the JSON text of one"),
 ]
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Context manager: name the field at `path` in an InvalidGrammarError that the block raises."""
+    try:
+        yield
+    except InvalidGrammarError as error:
+        raise InvalidGrammarError(f"{path}: {error}", param=path) from None
 
 
 class JsonSchemaFormat(BaseModel):
@@ -46,13 +57,16 @@ class ResponseFormat(BaseModel):
     def named_grammar(self) -> tuple[str, Grammar] | None:
         """The path of the field that restricts the answer, and the grammar it asks for; None: any text."""
         if self.json_schema is not None:
-            return "response_format.json_schema.schema", Grammar.json_schema(self.json_schema.schema_)
-        if self.type == "text":
+            path, schema = "response_format.json_schema.schema", self.json_schema.schema_
+        elif self.type == "text":
             return None
-        name, schema = ("schema", self.schema_) if self.value is None else ("value", self.value)
-        if not schema:
-            return "response_format", Grammar.json_object()
-        return f"response_format.{name}", Grammar.json_schema(schema)
+        else:
+            name, wanted = ("schema", self.schema_) if self.value is None else ("value", self.value)
+            if not wanted:
+                return "response_format", Grammar.json_object()
+            path, schema = f"response_format.{name}", wanted
+        with naming(path):
+            return path, Grammar.json_schema(schema)
 
     def check(self) -> None:
         """Raise ApiError (422) if type `json_schema` has no schema, or another type has `json_schema`."""
@@ -92,7 +106,9 @@ class StructuredOutputs(BaseModel):
     def named_grammar(self) -> tuple[str, Grammar]:
         """The path of the field that restricts the answer, and the grammar it asks for."""
         ((field, value),) = self._given.items()  # one: see `check`
-        return f"structured_outputs.{field}", _GRAMMARS[field](value)
+        path = f"structured_outputs.{field}"
+        with naming(path):
+            return path, _GRAMMARS[field](value)
 
     def check(self) -> None:
         """Raise ApiError (422) unless exactly one of the fields json, regex, choice and grammar is given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -12,13 +12,15 @@ from pydantic_core import from_json
 from common.calls import Function, ToolUse, behind_thought, told_in_messages
 from common.chat_template import RESERVED, ChatTemplate
 from common.dialect import Dialect
-from common.errors import InvalidRequestError
+from common.errors import InvalidGrammarError, InvalidRequestError
 from common.grammar import Grammar
 from common.server.bodies import BODY, refused
+from common.server.errors import shorten
+from common.server.requests.answer_forms import naming
 from common.server.requests.forms import refuse_other_parts, text_of
 from common.server.requests.generation import GenerationRequest, NewTokens, Whole
 from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages
-from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, tool_use_of
+from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT = (
@@ -169,7 +171,40 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         return [self.render(self.turns, dialect, () if use is None else use.shown)]
 
     def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:
-        use, plain = self.tool_use, self.named_grammar
+        return self._grammar_of(self.tool_use, dialect)
+
+    def usable_grammar(
+        self, dialect: Dialect, check: Callable[[Grammar], None]
+    ) -> tuple[str, Grammar] | None:
+        use = self.tool_use
+
+        def checked(use: ToolUse | None) -> tuple[str, Grammar] | None:
+            named = self._grammar_of(use, dialect)
+            if named is not None:
+                with naming(named[0]):
+                    check(named[1])
+            return named
+
+        try:
+            return checked(use)
+        except InvalidGrammarError:
+            if use is None or not use.followed:
+                raise
+            reasons = use.refusals(dialect, check)
+            for name, reason in reasons.items():
+                if use.required:
+                    raise InvalidGrammarError(f"tools: function {name!r}: {reason}", param="tools") from None
+                log_once(f"tools: calls of {name!r} need not follow its schema: {shorten(reason, 200)}")
+            if use.required:
+                raise
+        try:
+            return checked(use.without_schemas(reasons))
+        except InvalidGrammarError as error:
+            log_once(f"tools: calls need not follow their schemas: {shorten(str(error), 200)}")
+            return checked(use.without_schemas(use.names))
+
+    def _grammar_of(self, use: ToolUse | None, dialect: Dialect) -> tuple[str, Grammar] | None:
+        plain = self.named_grammar
         schema = None if plain is None else _schema_of(plain[1])
         variables = None if dialect.template is None else self.variables(dialect.template)
         thinking = self._begins_message and dialect.opens_thought(variables)
@@ -179,13 +214,15 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
             return plain[0], behind_thought(schema, dialect, thinking=thinking)
         require_tools(dialect)
         grammar = use.grammar(dialect, thinking=thinking, otherwise=schema)
-        return None if grammar is None else ("tools", grammar)
+        return None if grammar is None else (plain[0] if plain and not use.followed else "tools", grammar)
 
     def _check_form(self) -> None:
         super()._check_form()
         if self.tool_use is None or self.named_grammar is None:
             return
         field, grammar = self.named_grammar
+        if self.tool_use.required:
+            raise refused(field, "not together with a tool_choice that requires a call; send one")
         if grammar.kind != "json_schema":
             raise refused(
                 field, "not together with tools, beside which an answer is text or follows a JSON Schema"

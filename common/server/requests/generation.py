@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -301,6 +301,23 @@ class GenerationRequest(Body):
                 grammar would be too long.
         """
         return self.named_grammar
+
+    def usable_grammar(
+        self,
+        dialect: Dialect,
+        check: Callable[[Grammar], None],  # noqa: ARG002 - of tool calls
+    ) -> tuple[str, Grammar] | None:
+        """Return what `grammar_in` returns. But calls need not follow a schema that no grammar can follow, unless a
+        call is required. Blocks.
+
+        Args:
+            dialect: the model's dialect.
+            check: raises InvalidGrammarError for a grammar that cannot be used, and may block.
+
+        Raises:
+            InvalidRequestError: as `grammar_in`; InvalidGrammarError: a required call has such a schema.
+        """
+        return self.grammar_in(dialect)
 
     # ------------------------------------------------------------------ the same for all bodies
 

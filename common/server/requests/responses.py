@@ -13,8 +13,10 @@ from pydantic_core import to_json
 
 from common.calls import Function
 from common.grammar import Grammar
+from common.schemas import size
 from common.server.bodies import BODY, refused
 from common.server.replies.response_shapes import Settings
+from common.server.requests.answer_forms import naming
 from common.server.requests.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
 from common.server.requests.forms import Other, by_kind
 from common.server.requests.generation import NewTokens, Whole
@@ -193,7 +195,9 @@ class ResponsesRequest(ConversationRequest):
     def named_grammar(self) -> tuple[str, Grammar] | None:
         wanted = self._format
         if wanted.schema_ is not None:
-            return "text.format.schema", Grammar.json_schema(wanted.schema_)
+            path = "text.format.schema"
+            with naming(path):
+                return path, Grammar.json_schema(wanted.schema_)
         if wanted.type == "json_object":
             return "text.format", Grammar.json_object()
         return super().named_grammar
@@ -257,7 +261,10 @@ class ResponsesRequest(ConversationRequest):
             check_items(given)
         if self.top_logprobs and self.reported_logprobs is None:
             raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
-        settings = len(orjson.dumps(self.settings(1.0, 1.0)))
+        with naming("text.format.schema"):
+            settings = size([self._format.schema_, *(each.parameters for each in self.told_functions)])
+        if settings <= MAX_SETTINGS:
+            settings = len(orjson.dumps(self.settings(1.0, 1.0)))
         if settings > MAX_SETTINGS:
             raise refused(
                 "instructions",

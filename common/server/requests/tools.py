@@ -5,6 +5,8 @@ This module does not depend on the bodies. Each body turns its fields into a `To
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,8 +14,20 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from common.calls import Call, Function, ToolUse
+from common.errors import InvalidGrammarError
+from common.schemas import size
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import Other, by_kind, refuse_other
+
+logger = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=256)
+def log_once(message: str) -> None:
+    """Log a warning, unless it is one of the last warnings of this function: an agent sends its tools again and
+    again."""
+    logger.warning("%s", message)
+
 
 #: JSON Schema of the arguments of a function without the field `parameters`: it takes no arguments.
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -128,7 +142,8 @@ def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
     """Return the functions that the items of the field `tools` describe.
 
     Raises:
-        ApiError: 422, a tool is not a function, two have the same name, or a schema's type is not object.
+        ApiError: 422, a tool is not a function, two have the same name, or a schema's type is not object,
+            or a schema has an integer that is too long.
     """
     functions: dict[str, Function] = {}
     for number, tool in enumerate(tools):
@@ -139,6 +154,10 @@ def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
             raise refused(name, f"there is another function named {function.name!r}")
         if function.parameters.get("type", "object") != "object":
             raise refused(name, "parameters: the arguments are an object; the schema's type must be 'object'")
+        try:
+            size(function.parameters)
+        except InvalidGrammarError as error:
+            raise refused(name, f"parameters: {error}") from None
         functions[function.name] = function
     return tuple(functions.values())
 
