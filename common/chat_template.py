@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,21 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.conversation import Accepts, Message, adapted, continues
 from common.errors import InvalidRequestError, StartupError
 from common.json_file import read_json
 
-Message = Mapping[str, Any]
-
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+#: The most processor time for rendering one conversation, in seconds. Ordinary templates take milliseconds.
+MAX_RENDER_S = 1.0
+
+#: The name of the template for conversations with tools, in checkpoints with several templates.
+FOR_TOOLS = "tool_use"
 
 #: Appended to the message that the model continues. If its last space is missing, the template strips messages.
 _END = "\ue000the end of the last message\ue000 "
@@ -36,58 +44,88 @@ class ChatTemplate:
     Args:
         source: the Jinja program.
         special_tokens: variables such as `bos_token`, by name.
+        for_tools: the checkpoint's template for conversations with tools, if it has one of its own.
 
     Attributes:
         source: the Jinja program.
+        for_tools: the template for conversations with tools: the one given, or else this one.
 
     Raises:
         jinja2.TemplateSyntaxError: `source` is not a valid template.
+        StartupError: the template takes more than `MAX_RENDER_S` for a short conversation.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = _environment()
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], for_tools: ChatTemplate | None = None
+    ) -> None:
+        self._environment = _Environment()
+        program = self._environment.parse(source)
         self.source = source
-        self._template = environment.from_string(source)
-        self._variables = meta.find_undeclared_variables(environment.parse(source))
+        self.for_tools = for_tools or self
+        self._variables = meta.find_undeclared_variables(program)
+        _count_loops(program, self._environment)
+        self._template = self._environment.from_string(program)
         self._special_tokens = dict(special_tokens)
+        self._accepts = Accepts.of(source, self._try)
 
     @classmethod
     def from_folder(cls, folder: Path, file: Path | None = None) -> ChatTemplate | None:
         """Return the template of a checkpoint, or None if it has none.
 
-        The template is read from `file` if that is given, else from the checkpoint's `chat_template.jinja`, else
-        from its `tokenizer_config.json` (of several templates, the one named `default`).
+        The template is read from `file` if that is given. Otherwise, a checkpoint may have several templates, in
+        its `tokenizer_config.json` or as files. `default` and `tool_use` are read, the latter as `for_tools`.
 
         Raises:
             StartupError: a file cannot be read, or is not a template.
         """
         config_path = folder / "tokenizer_config.json"
-        own_file = folder / "chat_template.jinja" if file is None else file
         config = read_json(config_path) if config_path.is_file() else {}
         special_tokens = _special_tokens(config)
-        if file is not None or own_file.is_file():
-            return cls.from_file(own_file, special_tokens)
-        source = _default_of(config.get("chat_template"))
-        return None if source is None else cls.compiled(source, special_tokens, origin=config_path)
+        if file is not None:
+            return cls.from_file(file, special_tokens)
+        own_file = folder / "chat_template.jinja"
+        if own_file.is_file():  # then the config's are not read, as in `transformers`
+            tools_file = folder / "additional_chat_templates" / f"{FOR_TOOLS}.jinja"
+            for_tools = cls.from_file(tools_file, special_tokens) if tools_file.is_file() else None
+            return cls.from_file(own_file, special_tokens, for_tools)
+        named = _named(config.get("chat_template"))
+        if "default" not in named:
+            return None
+        for_tools = None
+        if FOR_TOOLS in named:
+            for_tools = cls.compiled(named[FOR_TOOLS], special_tokens, origin=config_path)
+        return cls.compiled(named["default"], special_tokens, for_tools, origin=config_path)
 
     @classmethod
-    def from_file(cls, file: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    def from_file(
+        cls, file: Path, special_tokens: Mapping[str, str], for_tools: ChatTemplate | None = None
+    ) -> ChatTemplate:
         """Read a Jinja file. StartupError: it cannot be read, or is not a template."""
         try:
             source = file.read_text("utf-8")
         except (OSError, UnicodeError) as error:
             raise StartupError(f"the chat template {file} cannot be read: {error}") from None
-        return cls.compiled(source, special_tokens, origin=file)
+        return cls.compiled(source, special_tokens, for_tools, origin=file)
 
     @classmethod
-    def compiled(cls, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> ChatTemplate:
-        """Compile a template that was read from the file `origin`. StartupError: `source` is not a template."""
+    def compiled(
+        cls,
+        source: str,
+        special_tokens: Mapping[str, str],
+        for_tools: ChatTemplate | None = None,
+        *,
+        origin: Path,
+    ) -> ChatTemplate:
+        """Compile a template that was read from the file `origin`. StartupError: `source` is not a template, or it
+        takes too long."""
         try:
-            return cls(source, special_tokens)
+            return cls(source, special_tokens, for_tools)
         except jinja2.TemplateSyntaxError as error:
             raise StartupError(
                 f"{origin}: the chat template cannot be read: line {error.lineno}: {error}"
             ) from None
+        except StartupError as error:
+            raise StartupError(f"{origin}: {error}") from None
 
     def reads(self, variable: str) -> bool:
         """Return whether the program reads the variable named `variable` and does not set it itself."""
@@ -97,30 +135,67 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return a conversation as text, with all its special tokens.
 
         Args:
-            messages: each with its `role`, and a text as its `content`.
+            messages: each with its `role`, and a text or a list of text parts as its `content`. They are changed
+                to what the template accepts (`common.conversation.adapted`).
             add_generation_prompt: end with the tokens that precede an answer.
-            continue_final_message: end within the last message, so that the model continues it.
+            continue_final_message: end within the last message, so that the model continues it. If both are None,
+                a last message of the assistant is continued, and any other one is answered.
             variables: further variables of the template.
             tools: functions that the model may call, as OpenAI's field has them.
 
         Raises:
-            InvalidRequestError: the template rejects the messages, fails on them, or changes the last one.
+            InvalidRequestError: the template rejects the messages, fails on them, takes longer than `MAX_RENDER_S`,
+                or changes the last message although it is to be continued.
         """
-        messages = list(messages)
-        last = messages[-1]["content"]
-        if continue_final_message:
-            messages[-1] = {**messages[-1], "content": last + _END}
+        role, has_calls = messages[-1]["role"], bool(messages[-1].get("tool_calls"))
+        goes_on = continues(role, has_calls, add_generation_prompt, continue_final_message)
+        begins = not goes_on if add_generation_prompt is None else add_generation_prompt
+        told = adapted(messages, self._accepts)
+        if not goes_on:
+            return self._write(told, begins, variables, tools)
+        last, marked = _marked(told[-1])
+        text = _cut(self._write([*told[:-1], marked], begins, variables, tools), last)
+        if text is not None:
+            return text
+        if continue_final_message is None:
+            return self._write(told, True, variables, tools)
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template does not show the last message as it is",
+            param="messages",
+        )
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Render a short conversation, which shows what the template accepts.
+
+        Raises:
+            InvalidRequestError: the template rejects the messages, or fails on them.
+            StartupError: the template takes longer than `MAX_RENDER_S`.
+        """
+        try:
+            return self._write(messages, False, None, tools)
+        except _TooSlowError as error:
+            raise StartupError(f"{error}, although they are few and short") from None
+
+    def _write(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        """Render messages as they are. Raises InvalidRequestError."""
         given = {**self._special_tokens, **(variables or {})}
         try:
-            text = self._template.render(
+            self._environment.start_clock()
+            return self._template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -129,46 +204,49 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the model's chat template says: {error}", param="messages") from None
+        except _TooSlowError:
+            raise
         except Exception as error:  # a template may raise anything on values that it did not expect
             raise InvalidRequestError(
                 f"the model's chat template fails on these messages ({type(error).__name__})",
                 param="messages",
             ) from error
-        return _cut(text, last) if continue_final_message else text
 
 
-def _cut(text: str, last: str) -> str:
+def _marked(message: Message) -> tuple[str, Message]:
+    """Return the last text of a message's content, and the message with `_END` behind that text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content, {**message, "content": content + _END}
+    *before, last = content or [{"type": "text", "text": ""}]
+    return last["text"], {**message, "content": [*before, {**last, "text": last["text"] + _END}]}
+
+
+def _cut(text: str, last: str) -> str | None:
     """Cut a rendered conversation at the end of its last message.
+
+    Returns None if the template has left out or changed the last message.
 
     Args:
         text: the conversation, rendered with `_END` after the last message's content.
         last: the content of that message.
-
-    Raises:
-        InvalidRequestError: the template has left out or changed the last message.
     """
     end = text.rfind(_END.strip())
     if end < 0 or last.strip() not in text:
-        raise InvalidRequestError(
-            "continue_final_message: the model's chat template does not show the last message as it is",
-            param="messages",
-        )
+        return None
     stripped = not text.startswith(_END, end)
     text = text[:end].replace(_END, "")  # a template may show a message more than once
     return text.rstrip() if stripped else text
 
 
-def _default_of(templates: Any) -> str | None:
-    """Return the template in a config's `chat_template`: the text, or the one called `default` of several.
-
-    Returns None if there is neither.
-    """
+def _named(templates: Any) -> dict[str, str]:
+    """Return the templates in a config's `chat_template` by name. A text alone is the one named `default`."""
     if isinstance(templates, list):
-        named = [each for each in templates if isinstance(each, dict)]
-        templates = {each.get("name"): each.get("template") for each in named}
-    if isinstance(templates, dict):
-        templates = templates.get("default")
-    return templates if isinstance(templates, str) else None
+        entries = [each for each in templates if isinstance(each, dict)]
+        templates = {each.get("name"): each.get("template") for each in entries}
+    if not isinstance(templates, dict):
+        templates = {"default": templates}
+    return {str(name): text for name, text in templates.items() if isinstance(text, str)}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -194,14 +272,53 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+class _TooSlowError(InvalidRequestError):
+    """Rendering has taken too long."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja as `transformers` sets it up, with a limit of processor time for one rendering.
+
+    The time is checked in loops and at calls, since a program without loops and calls ends soon.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self._limit = threading.local()  # several threads render with one environment
+        self.filters |= {"tojson": _tojson, _COUNTED: self._counted}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def start_clock(self) -> None:
+        """Let this thread render for `MAX_RENDER_S` from now on."""
+        self._limit.ends_s = time.thread_time() + MAX_RENDER_S
+
+    def _check_time(self) -> None:
+        if time.thread_time() > self._limit.ends_s:
+            raise _TooSlowError(
+                f"the model's chat template takes over {MAX_RENDER_S:g} s for these messages",
+                param="messages",
+            )
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if number % 64 == 0:  # reading the clock costs as much as a short step
+                self._check_time()
+            yield item
+
+    def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:
+        self._check_time()
+        return super().call(context, function, *args, **named)
+
+
+#: The name of the filter that checks the time, which no template can spell.
+_COUNTED = "(counted)"
+
+
+def _count_loops(program: nodes.Template, environment: _Environment) -> None:
+    """Change a program so that its loops check the time."""
+    for loop in list(program.find_all(nodes.For)):
+        counted = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        loop.iter = counted.set_environment(environment)
 
 
 def _tojson(

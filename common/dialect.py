@@ -70,13 +70,13 @@ class Dialect:
         template = tokenizer.chat_template
         if template is None:
             return cls()
-        known = _syntax_of(template.source)
+        known = _syntax_of(template.for_tools.source)
         markers = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG)
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
         return cls(
             template=template,
             calls=(known or "hermes") if calls == "auto" else calls,
-            knows_tools=template.reads("tools") and (known is not None or calls != "auto"),
+            knows_tools=template.for_tools.reads("tools") and (known is not None or calls != "auto"),
             thinks=reasoning == "think" or (reasoning == "auto" and THOUGHT_MARKERS[1] in template.source),
             special={marker: number for marker, number in ids.items() if number is not None},
         )

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.chat_template import Message
 from common.config import EngineConfig
+from common.conversation import Message
 from common.engine import Engine
 from common.errors import InvalidRequestError, StartupError
 from common.phases import PhasePackage, find_phase, phase_names
@@ -140,7 +140,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Answer every conversation. Returns the answers in the order of the conversations.
@@ -150,7 +150,8 @@ class LLM:
                 both text. The model's chat template turns a conversation into a text, which becomes the `prompt`
                 of the answer.
             params, progress: as for `generate`.
-            continue_final_message: the model continues the last message instead of answering it.
+            continue_final_message: the model continues the last message instead of answering it. Default: if it
+                is the assistant's.
             chat_template_kwargs: variables for the template, such as `enable_thinking`.
 
         Raises:
@@ -168,7 +169,6 @@ class LLM:
         texts = [
             tokenizer.chat_template.render(
                 _checked(conversation),
-                add_generation_prompt=not continue_final_message,
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs,
             )

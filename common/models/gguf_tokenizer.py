@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from common.chat_template import ChatTemplate
+from common.chat_template import FOR_TOOLS, ChatTemplate
 from common.errors import InvalidRequestError, StartupError
 from common.models.gguf_file import GGUFFile
 
@@ -128,8 +128,14 @@ class GGUFVocabulary:
         special = {name: token for name, token in tokens.items() if token is not None}
         if file is not None:
             return ChatTemplate.from_file(file, special)
+        for_tools: ChatTemplate | None = None
+        source = self._metadata.get(f"tokenizer.chat_template.{FOR_TOOLS}")
+        if source is not None:
+            for_tools = ChatTemplate.compiled(source, special, origin=self._path)
         source = self._metadata.get("tokenizer.chat_template")
-        return None if source is None else ChatTemplate.compiled(source, special, origin=self._path)
+        return (
+            None if source is None else ChatTemplate.compiled(source, special, for_tools, origin=self._path)
+        )
 
     def backend(self) -> Tokenizer:
         """Build the tokenizer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from tests.helpers import ZOO_NAMES
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").iterdir()}
 QUESTION = {"role": "user", "content": " What <b>is</b> “this”, & why?\n"}
 ANSWER = {"role": "assistant", "content": "<think>\nWell.\n</think>\n\nA fox 🦊.  "}
-CONVERSATIONS: dict[str, list[dict[str, str]]] = {
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "question": [QUESTION],
     "system": [{"role": "system", "content": "Speak \\n plainly. "}, QUESTION],
     "developer": [{"role": "developer", "content": "Be kind."}, QUESTION],
@@ -31,14 +38,41 @@ CONVERSATIONS: dict[str, list[dict[str, str]]] = {
     "continued": [QUESTION, ANSWER],
     "twice the same": [QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": ""}],
     "out of turn": [QUESTION, QUESTION],
+    "parts": [
+        {"role": "system", "content": parts("Be ", "brief.")},
+        {"role": "user", "content": parts("One", " and ", "two?\n")},
+        {"role": "assistant", "content": parts("Three, ", "four")},
+    ],
+}
+#: Templates that read some content as a list of parts: the roles whose texts become parts, and the roles whose
+#: parts stay parts. All other content is a text.
+READ_PARTS = {
+    "parts": ({"system", "user", "assistant"}, {"system", "user", "assistant"}),
+    "vision": (set(), {"user", "assistant"}),
 }
 OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.24")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def theirs(source: str) -> PreTrainedTokenizerFast:
+def theirs(source: str | dict[str, str]) -> PreTrainedTokenizerFast:
     backend = tokenizers.Tokenizer(WordLevel({"<s>": 0, "</s>": 1}))
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source, **SPECIAL)
+
+
+def as_read(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as a user of `transformers` would write them for a template."""
+    from_text, from_parts = READ_PARTS.get(name, (set(), set()))
+    told = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "developer" and "'developer'" not in TEMPLATES[name]:
+            role = "system"
+        if isinstance(content, str):
+            content = parts(content) if role in from_text else content
+        elif role not in from_parts:
+            content = "".join(part["text"] for part in content)
+        told.append({**message, "role": role, "content": content})
+    return told
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -55,7 +89,9 @@ def test_texts_are_those_of_transformers(name: str, conversation: str, end: str)
     for variables in ({}, {"enable_thinking": False, "date_string": "1 May", "colours": ["red", "blue"]}):
         expected = text = None
         with contextlib.suppress(TemplateError, ValueError):
-            expected = theirs(source).apply_chat_template(messages, tokenize=False, **ends, **variables)
+            expected = theirs(source).apply_chat_template(
+                as_read(name, messages), tokenize=False, **ends, **variables
+            )
             expected = expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # of a message shown twice
         with contextlib.suppress(InvalidRequestError):
             text = ChatTemplate(source, SPECIAL).render(messages, variables=variables, **ends)
@@ -88,6 +124,122 @@ def test_the_zoos_own(name: str) -> None:
     for messages in (CONVERSATIONS["system"], CONVERSATIONS["turns"]):
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert template.render(messages) == expected
+
+
+# ---------------------------------------------------------------------- what a template accepts
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def call(number: int, arguments: Any = None) -> dict[str, Any]:
+    function = {"name": "look", "arguments": {"at": "a fox"} if arguments is None else arguments}
+    return {"id": f"call{number}", "type": "function", "function": function}
+
+
+def called(*calls: dict[str, Any], content: str = "") -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def result(number: int) -> dict[str, Any]:
+    return {"role": "tool", "content": f"result {number}", "tool_call_id": f"call{number}"}
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def developer(text: str) -> dict[str, Any]:
+    return {"role": "developer", "content": text}
+
+
+ONE_BY_ONE = [QUESTION, called(call(1), content="Hm."), result(1), called(call(2)), result(2)]
+WRITTEN = '{"at": "a fox"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "read"),
+    [
+        ("one_call", [QUESTION, called(call(1), call(2), content="Hm."), result(2), result(1)], ONE_BY_ONE),
+        ("one_call", ONE_BY_ONE, ONE_BY_ONE),
+        (
+            "one_call",
+            [QUESTION, called(call(1), call(2)), result(3)],
+            [QUESTION, called(call(1)), called(call(2)), result(3)],
+        ),
+        (
+            "written_arguments",
+            [QUESTION, called(call(1), call(2))],
+            [QUESTION, called(call(1, WRITTEN), call(2, WRITTEN))],
+        ),
+        (
+            "strict",
+            [system("a"), developer("b"), QUESTION, developer("c")],
+            [system("a\n\nb\n\nc"), QUESTION],
+        ),
+        (
+            "strict",
+            [QUESTION, developer("late"), ANSWER, QUESTION],
+            [system("late"), QUESTION, ANSWER, QUESTION],
+        ),
+        ("strict", [system("a"), system("b"), QUESTION], [system("a\n\nb"), QUESTION]),
+        (
+            "chatml",
+            [system("a"), developer("b"), QUESTION, developer("c"), QUESTION],
+            [system("a\n\nb"), QUESTION, system("c"), QUESTION],
+        ),
+        ("chatml", [system("a"), system("b"), QUESTION], [system("a"), system("b"), QUESTION]),
+        ("headers", [developer("b"), QUESTION], [developer("b"), QUESTION]),
+        (
+            "parts",
+            [system("a"), {"role": "user", "content": []}],
+            [{"role": "system", "content": parts("a")}, {"role": "user", "content": []}],
+        ),
+        ("chatml", [{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
+    ],
+)
+def test_a_conversation_becomes_what_the_template_accepts(
+    name: str, sent: list[dict[str, Any]], read: list[dict[str, Any]]
+) -> None:
+    """Templates that would refuse a conversation, or leave words out, get it as `transformers`' users write it."""
+    tools: list[Any] | None = [TOOL] if any("tool_calls" in message for message in sent) else None
+    expected = theirs(TEMPLATES[name]).apply_chat_template(
+        read, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    assert template.render(sent, tools=tools, add_generation_prompt=True) == expected
+
+
+def test_an_assistants_last_message_is_continued_unless_told_otherwise() -> None:
+    template = ChatTemplate(TEMPLATES["chatml"], SPECIAL)
+    begun = [QUESTION, {"role": "assistant", "content": "A fox"}]
+    continued = template.render(begun, add_generation_prompt=False, continue_final_message=True)
+    answered = template.render(begun, add_generation_prompt=True, continue_final_message=False)
+    closed = template.render(begun, add_generation_prompt=False, continue_final_message=False)
+    assert len({continued, answered, closed}) == 3
+    assert template.render(begun) == continued
+    assert template.render(begun, add_generation_prompt=True) == answered
+    assert template.render(begun, continue_final_message=False) == answered
+    assert template.render(begun, add_generation_prompt=False) == closed
+    for last in (QUESTION, called(call(1))):
+        assert template.render([QUESTION, last]).endswith("<|im_start|>assistant\n")
+    hidden = ChatTemplate("{{ messages[0].content }}{{ '>' if add_generation_prompt }}", {})
+    assert hidden.render([QUESTION, ANSWER]) == QUESTION["content"] + ">"
+
+
+def test_a_template_that_takes_too_long_is_ended() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(StartupError, match="takes over 1 s for these messages, although"):
+        ChatTemplate(endless, {})
+    recursive = (
+        "{% macro again() %}{{ again() }}{{ again() }}{% endmacro %}{{ again() if messages | length > 9 }}"
+    )
+    for slow in ("{% if messages | length > 9 %}" + endless + "{% endif %}", recursive):
+        template = ChatTemplate(slow, {})
+        began_s = time.thread_time()
+        with pytest.raises(InvalidRequestError, match="the model's chat template"):
+            template.render([QUESTION] * 10)
+        assert time.thread_time() - began_s < 2
+        assert template.render([QUESTION]) == ""
 
 
 # ---------------------------------------------------------------------- refusals
@@ -123,6 +275,26 @@ def write(folder: Path, config: dict[str, Any] | None, own_file: str | None = No
     if own_file is not None:
         (folder / "chat_template.jinja").write_text(own_file, "utf-8")
     return folder
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_the_template_for_tools(as_files: bool, tmp_path: Path) -> None:
+    reference = theirs(
+        {"default": TEMPLATES["chatml"], "tool_use": TEMPLATES["one_call"], "rag": "documents"}
+    )
+    reference.save_pretrained(tmp_path, save_jinja_files=as_files)
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    for tools, chosen in ((None, template), ([TOOL], template.for_tools)):
+        expected = reference.apply_chat_template(
+            [QUESTION], tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert chosen.render([QUESTION], tools=tools) == expected
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    mine = ChatTemplate.from_folder(tmp_path, file)
+    assert mine is not None
+    assert mine.for_tools is mine
 
 
 NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "chat"}]

@@ -370,7 +370,9 @@ def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None
     def add(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
         writer.add_bos_token_id(1019)
         writer.add_eos_token_id(1020)
-        writer.add_chat_template(template)
+        writer.add_chat_template(
+            [{"name": "default", "template": template}, {"name": "tool_use", "template": "with tools"}]
+        )
 
     file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf", change=add)
     checkpoint = open_checkpoint(str(file))
@@ -384,6 +386,7 @@ def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None
     assert ours.chat_template is not None
     assert theirs.chat_template is not None
     assert ours.chat_template.render(messages) == theirs.chat_template.render(messages)
+    assert ours.chat_template.for_tools.render(messages) == "with tools"
     other = tmp_path / "other.jinja"
     other.write_text("{{ bos_token }}!")
     replaced = checkpoint.tokenizer(other).chat_template

@@ -73,14 +73,18 @@ def test_a_message_can_be_continued(server: ServerProcess) -> None:
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     text = server.complete(prompt=prompt)["choices"][0]["text"]
     assert answer["choices"][0]["message"]["content"] == text
+    assert chat(server, messages=begun)["choices"] == answer["choices"]
+    answered = chat(server, messages=begun, add_generation_prompt=True)
+    assert answered["usage"]["prompt_tokens"] == len(rendered(begun, add_generation_prompt=True))
     closed = chat(server, messages=begun, add_generation_prompt=False)
     assert closed["usage"]["prompt_tokens"] == len(rendered(begun, add_generation_prompt=False))
 
 
 def test_roles_parts_and_names(server: ServerProcess) -> None:
-    parts = [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "a story."}]
+    """Parts are joined with nothing between. A developer's message is a system message for this template."""
+    parts = [{"type": "text", "text": "Tell me"}, {"type": "text", "text": " a story."}]
     whole = chat(server, messages=[{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
-    plain = [{"role": "developer", "content": "x"}, {"role": "user", "content": "Tell me\na story."}]
+    plain = [{"role": "system", "content": "x"}, {"role": "user", "content": "Tell me a story."}]
     assert whole["usage"]["prompt_tokens"] == len(rendered(plain))
     assert whole["choices"] == chat(server, messages=plain)["choices"]
     named = [{"role": "user", "content": "Hello", "name": "Zoë"}]
@@ -144,6 +148,7 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
         ),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"chat_template": "rag"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
@@ -159,8 +164,6 @@ def test_refusals(server: ServerProcess, fields: dict[str, Any], param: str) -> 
     [
         {"messages": "Hello"},
         {"messages": [5]},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": None}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         {"logprobs": 2},
@@ -195,14 +198,15 @@ def test_choosing_no_tool_is_accepted(server: ServerProcess) -> None:
         assert chat(server, tool_choice=choice, tools=[], parallel_tool_calls=True)["choices"] == expected
 
 
-def test_an_assistants_content_may_be_null(server: ServerProcess) -> None:
-    """The template gets an empty text. No other role's content may be null."""
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_no_content_is_an_empty_text(server: ServerProcess, role: str) -> None:
+    question = {"role": "user", "content": "And then?"}
     conversations = [
-        [*MESSAGES, {"role": "assistant"} | content, {"role": "user", "content": "And then?"}]
-        for content in ({"content": None}, {}, {"content": ""})
+        [{"role": role} | content, question]
+        for content in ({"content": ""}, {"content": None}, {}, {"content": []})
     ]
     first, *others = [chat(server, messages=messages) for messages in conversations]
-    assert first["usage"]["prompt_tokens"] == len(rendered(conversations[-1]))
+    assert first["usage"]["prompt_tokens"] == len(rendered(conversations[0]))
     for other in others:
         assert (other["choices"], other["usage"]["prompt_tokens"]) == (
             first["choices"],

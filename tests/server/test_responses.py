@@ -144,9 +144,12 @@ def test_ways_to_write_the_same_input(server: ServerProcess) -> None:
         assert answer["output"] == plain["output"]
         assert answer["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
         assert answer["instructions"] == fields.get("instructions")
-    two = [{"type": "input_text", "text": text} for text in ("Tell me", "a story.")]
-    lines = respond(server, input=[{"role": "user", "content": two}])["usage"]["input_tokens"]
-    assert lines == len(rendered([{"role": "user", "content": "Tell me\na story."}]))
+    two = [{"type": "input_text", "text": text} for text in ("Tell me", " a story.")]
+    joined = respond(server, input=[{"role": "user", "content": two}])["usage"]["input_tokens"]
+    assert joined == len(rendered([{"role": "user", "content": "Tell me a story."}]))
+    rules = [{"role": "developer", "content": "Rules."}, {"type": "reasoning", "summary": []}, MESSAGES[1]]
+    merged = respond(server, instructions="Be brief.", input=rules)["usage"]["input_tokens"]
+    assert merged == len(rendered([{"role": "system", "content": "Be brief.\n\nRules."}, MESSAGES[1]]))
 
 
 def test_an_answers_items_can_be_sent_back(server: ServerProcess) -> None:
@@ -449,6 +452,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the items themselves"),
         ({"conversation": "conv_1"}, "conversation", "send the items themselves"),
         ({"background": True}, "background", "stream"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "no item in it"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "go together"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "go together"),
         (

@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
 from common.calls import Function, ToolUse, behind_thought, told_in_messages
-from common.chat_template import RESERVED, ChatTemplate
+from common.chat_template import FOR_TOOLS, RESERVED, ChatTemplate
+from common.conversation import continues, joined
 from common.dialect import Dialect
 from common.errors import InvalidGrammarError, InvalidRequestError
 from common.grammar import Grammar
@@ -38,7 +39,9 @@ class TemplateOptions(BaseModel):
         description="whether the model is to begin a message of its own; default: unless it continues one",
     )
     continue_final_message: bool | None = Field(
-        default=False, description="the model goes on with the last message instead of answering it"
+        default=None,
+        description="the model goes on with the last message instead of answering it; default: if it is the "
+        "assistant's, and `add_generation_prompt` is not given",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="variables for the template, such as `enable_thinking`"
@@ -80,24 +83,30 @@ class TemplateOptions(BaseModel):
                 param="messages",
             )
         called = {call.id: call.name for message in messages for call in message.calls}
+        has_tools = bool(functions or called) or any(message.role == "tool" for message in messages)
         told = [message.for_template(called) for message in messages]
         if functions:
             require_tools(dialect)
-        if not dialect.knows_tools and (functions or any(each["role"] == "tool" for each in told) or called):
-            told = told_in_messages(dialect.calls or "hermes", told, functions)
+        if has_tools and dialect.knows_tools:
+            template = template.for_tools
+        elif has_tools:
+            texts = [{**message, "content": joined(message["content"])} for message in told]
+            told = told_in_messages(dialect.calls or "hermes", texts, functions)
             functions = ()
         return template.render(
             told,
-            add_generation_prompt=self._begins_message,
-            continue_final_message=bool(self.continue_final_message),
+            add_generation_prompt=self._begins_message(messages[-1]),
+            continue_final_message=self.continue_final_message,
             variables=self.variables(template),
             tools=[function.as_tool() for function in functions] or None,
         )
 
-    @property
-    def _begins_message(self) -> bool:
-        given = self.add_generation_prompt
-        return not self.continue_final_message if given is None else given
+    def _begins_message(self, last: ChatMessage) -> bool | None:
+        """Return whether the model begins a message of its own, or None if it continues the last message."""
+        given = self.add_generation_prompt, self.continue_final_message
+        if self.add_generation_prompt is not None or continues(last.role, bool(last.tool_calls), *given):
+            return self.add_generation_prompt
+        return True
 
     def check_messages(self, messages: Sequence[ChatMessage]) -> None:
         """Refuse messages, tools and template options that are invalid, not implemented, or contradict each other.
@@ -108,9 +117,16 @@ class TemplateOptions(BaseModel):
         for number, message in enumerate(messages):
             message.check(f"messages[{number}]")
         functions_of(self.tools or ())
-        if self.continue_final_message and self._begins_message:
+        if self.continue_final_message and self.add_generation_prompt:
             raise refused("continue_final_message", "not together with add_generation_prompt; send one")
-        reserved = RESERVED.intersection(self.chat_template_kwargs or ())
+        variables = self.chat_template_kwargs or {}
+        if "chat_template" in variables:
+            raise refused(
+                "chat_template_kwargs.chat_template",
+                f"{shorten(str(variables['chat_template']), 40)!r} is refused: conversations with tools get the "
+                f"checkpoint's template {FOR_TOOLS!r}, and all others its template 'default'",
+            )
+        reserved = RESERVED.intersection(variables)
         if reserved:
             name = min(reserved)
             raise refused(
@@ -207,7 +223,8 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         plain = self.named_grammar
         schema = None if plain is None else _schema_of(plain[1])
         variables = None if dialect.template is None else self.variables(dialect.template)
-        thinking = self._begins_message and dialect.opens_thought(variables)
+        begins = self._begins_message(self.turns[-1]) is True
+        thinking = begins and dialect.opens_thought(variables)
         if use is None:
             if plain is None or schema is None or not dialect.thinks:
                 return plain
@@ -254,7 +271,7 @@ class ChatRequest(ConversationRequest):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
     messages: Messages = Field(
-        description="each with a `role` and a `content`: a text, or parts of type text, which are joined as lines"
+        description="each with a `role` and a `content`: a text, or parts of type text"
     )
     max_completion_tokens: NewTokens = Field(
         default=None, description="at most as many as fit after the conversation, which is the default"

@@ -75,15 +75,14 @@ def refuse_other_parts(name: str, content: Any, rule: str) -> None:
 
     `name` is the path of the content in the body. See `refuse_other` for `rule` and the error.
     """
-    for number, part in enumerate(content or ()):
-        refuse_other(f"{name}[{number}]", part, rule)
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            refuse_other(f"{name}[{number}]", part, rule)
 
 
 def text_of(content: Any) -> str:
     """Return the text of validated content, such as a message's.
 
-    The content is a text, a list of parts (their texts are joined with line ends), or None (an empty text).
+    The content is a text, a list of parts (their texts are joined with nothing between), or None (an empty text).
     """
-    return (
-        content or "" if content is None or isinstance(content, str) else "\n".join(p.text for p in content)
-    )
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())

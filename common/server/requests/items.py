@@ -25,7 +25,6 @@ from common.server.requests.forms import (
     by_type,
     refuse_other,
     refuse_other_parts,
-    text_of,
 )
 from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import CalledFunction, ToolCall
@@ -78,10 +77,6 @@ class InputItem(BaseModel):
             ApiError: 422.
         """
 
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        """Add the item to a conversation, as a message of its own or to the last message."""
-        raise NotImplementedError
-
 
 class Message(InputItem):
     """A message of the conversation."""
@@ -94,13 +89,6 @@ class Message(InputItem):
     def check(self, name: str) -> None:
         refuse_other_parts(f"{name}.content", self.content, TEXT_ONLY)
 
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        content = text_of(self.content)
-        if self.role == "assistant" and _only_reasons(messages):
-            messages[-1].content = content
-        else:
-            messages.append(message(self.role, content))
-
 
 class FunctionCall(InputItem):
     """A call of a function by the model, in an earlier answer."""
@@ -110,12 +98,9 @@ class FunctionCall(InputItem):
     name: Label
     arguments: str = Field(description="the JSON text of an object")
 
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        if not messages or messages[-1].role != "assistant":
-            messages.append(message("assistant", ""))
+    def as_call(self) -> ToolCall:
         function = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
-        call = ToolCall.model_construct(id=self.call_id, function=function)
-        messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+        return ToolCall.model_construct(id=self.call_id, function=function)
 
 
 class FunctionCallOutput(InputItem):
@@ -128,9 +113,6 @@ class FunctionCallOutput(InputItem):
 
     def check(self, name: str) -> None:
         refuse_other_parts(f"{name}.output", self.output, TEXT_ONLY)
-
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        messages.append(message("tool", text_of(self.output), tool_call_id=self.call_id))
 
 
 class ReasoningPart(BaseModel):
@@ -152,12 +134,10 @@ class Reasoning(InputItem):
     content: ReasoningParts | None = None
     summary: ReasoningParts | None = Field(default=None, description="taken where there is no content")
 
-    def add_to(self, messages: list[ChatMessage]) -> None:
-        text = "\n".join(part.text for part in self.content or self.summary or ())
-        if _only_reasons(messages):
-            messages[-1].reasoning_content = f"{messages[-1].reasoning_content}\n{text}"
-        else:
-            messages.append(message("assistant", "", reasoning_content=text))
+    @property
+    def thought(self) -> str:
+        """The text of all parts, one after the other on lines of their own."""
+        return "\n".join(part.text for part in self.content or self.summary or ())
 
 
 Item = Annotated[
@@ -183,15 +163,41 @@ Input = Annotated[
 ]
 
 
-def message(role: str, content: str, **fields: Any) -> ChatMessage:
+def message(role: str, content: Any = "", **fields: Any) -> ChatMessage:
     """Return a message made of values that were validated already."""
     return ChatMessage.model_construct(role=role, content=content, **fields)  # type: ignore[arg-type]
 
 
-def _only_reasons(messages: Sequence[ChatMessage]) -> bool:
-    """True if the last message has reasoning, but neither text nor tool calls yet."""
-    last = messages[-1] if messages else None
-    return last is not None and bool(last.reasoning_content) and not last.content and not last.tool_calls
+def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
+    """Return the messages that items stand for. Reasoning, an answer and calls, in this order, become one message;
+    reasoning without text becomes none."""
+    messages: list[ChatMessage] = []
+    thoughts: dict[int, list[str]] = {}  # by the place of the message in `messages`
+    for item in items:
+        last = messages[-1] if messages else None
+        only_reasons = (
+            last is not None and len(messages) - 1 in thoughts and not (last.content or last.tool_calls)
+        )
+        match item:
+            case Reasoning():
+                if thought := item.thought:
+                    if not only_reasons:
+                        messages.append(message("assistant"))
+                    thoughts.setdefault(len(messages) - 1, []).append(thought)
+            case FunctionCall():
+                if last is None or last.role != "assistant":
+                    messages.append(message("assistant"))
+                messages[-1].tool_calls = calls = messages[-1].tool_calls or []
+                calls.append(item.as_call())
+            case FunctionCallOutput():
+                messages.append(message("tool", item.output, tool_call_id=item.call_id))
+            case Message(role="assistant") if only_reasons:
+                messages[-1] = message("assistant", item.content)
+            case _:
+                messages.append(message(item.role, item.content))
+    for place, texts in thoughts.items():
+        messages[place].reasoning_content = "\n".join(texts)
+    return messages
 
 
 def check_items(items: Sequence[Any]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, Tag, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import PydanticCustomError
 
 from common.calls import Call
 from common.server.bodies import BODY, refused
 from common.server.known_fields import OLD_TOOLS
-from common.server.requests.forms import Other, by_kind, by_type, refuse_other_parts, text_of
+from common.server.requests.forms import Other, by_kind, by_type, refuse_other_parts
 from common.server.requests.tools import ToolCall
 
 
@@ -31,7 +30,7 @@ Part = Annotated[
 ]
 Content = Annotated[
     Annotated[str, Tag("as text")]
-    | Annotated[list[Part], Field(min_length=1, max_length=256, fail_fast=True), Tag("as parts")],
+    | Annotated[list[Part], Field(max_length=256, fail_fast=True), Tag("as parts")],
     by_type({str: "as text", list: "as parts"}, "content_type", "a string, or a list of parts of type text"),
 ]
 TEXT_ONLY = "only parts of type 'text' are read"
@@ -47,10 +46,7 @@ class ChatMessage(BaseModel):
         json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]}
     )
     content: Content | None = Field(
-        default=None,
-        validate_default=True,
-        description="a text, or a list of parts of type text, which are joined as lines; an assistant's may be "
-        "null, which is an empty text",
+        default=None, description="a text, or a list of parts of type text; null is an empty text"
     )
     name: str | None = Field(default=None, description="a name, which some templates show")
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
@@ -68,13 +64,6 @@ class ChatMessage(BaseModel):
         default=None, max_length=256, description="in a `tool` message: the id of the call that it answers"
     )
 
-    @field_validator("content")
-    @classmethod
-    def _only_an_assistants_may_be_null(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") != "assistant":
-            raise PydanticCustomError("missing", "Field required: a string, or a list of parts of type text")
-        return content
-
     @property
     def calls(self) -> list[Call]:
         return [call.as_call() for call in self.tool_calls or ()]
@@ -90,7 +79,10 @@ class ChatMessage(BaseModel):
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.for_template() for call in self.calls] or None,
         }
-        message: dict[str, Any] = {"role": self.role, "content": text_of(self.content)}
+        content: Any = self.content or ""
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
+        message: dict[str, Any] = {"role": self.role, "content": content}
         return message | {field: value for field, value in given.items() if value is not None}
 
     def check(self, name: str) -> None:

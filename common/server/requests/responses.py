@@ -20,7 +20,7 @@ from common.server.requests.answer_forms import naming
 from common.server.requests.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
 from common.server.requests.forms import Other, by_kind
 from common.server.requests.generation import NewTokens, Whole
-from common.server.requests.items import Input, check_items, message
+from common.server.requests.items import Input, check_items, message, messages_of
 from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word
 
@@ -158,15 +158,13 @@ class ResponsesRequest(ConversationRequest):
     )
     stream: bool | None = Field(default=False, description="answer with an event stream")
 
-    @property
+    @cached_property
     def turns(self) -> list[ChatMessage]:
         given: Any = self.input
         messages = [] if self.instructions is None else [message("system", self.instructions)]
         if isinstance(given, str):
             return [*messages, message("user", given)]
-        for item in given:
-            item.add_to(messages)
-        return messages
+        return messages + messages_of(given)
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -259,6 +257,8 @@ class ResponsesRequest(ConversationRequest):
         given: Any = self.input
         if not isinstance(given, str):
             check_items(given)
+        if not self.turns:
+            raise refused("input", "no item in it is a message, a call, an output or reasoning with a text")
         if self.top_logprobs and self.reported_logprobs is None:
             raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
         with naming("text.format.schema"):

@@ -1,0 +1,239 @@
+"""Conversations in the form that a model's chat template reads.
+
+Some templates read a message's content as a text, others as a list of parts. Some refuse a second system message, a
+second call in one message, or the role `developer`. `Accepts.of` renders short conversations to find out what a
+template accepts. `adapted` rewrites a conversation accordingly, so that none of its words are refused or left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequestError
+
+Message = Mapping[str, Any]
+#: The content of a message: a text, or parts such as `{"type": "text", "text": "…"}`.
+Content = str | Sequence[Mapping[str, Any]]
+#: Renders messages and tools with a template, as they are. Raises InvalidRequestError.
+Write = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
+
+ROLES = ("system", "user", "assistant", "tool")
+
+#: Two texts. Messages with them were read by the template if the rendered conversation has both.
+_FIRST, _SECOND = "Needle1", "Needle2"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look for a text.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "The text."}},
+            "required": ["text"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """What a chat template accepts.
+
+    Attributes:
+        texts: the roles whose content may be a text.
+        parts: the roles whose content may be a list of parts.
+        developers: whether the template names the role `developer`.
+        later_systems: whether the template shows system messages after the first message.
+        one_call_each: whether the template shows one call in a message, and refuses or drops a second one.
+        argument_texts: whether the template reads a call's arguments as a JSON text, and not as an object.
+    """
+
+    texts: frozenset[str]
+    parts: frozenset[str]
+    developers: bool
+    later_systems: bool
+    one_call_each: bool
+    argument_texts: bool
+
+    @classmethod
+    def of(cls, source: str, write: Write) -> Accepts:
+        """Return what a template accepts, found by rendering short conversations.
+
+        Args:
+            source: the template's program.
+            write: renders messages with it.
+        """
+
+        def shown(messages: Sequence[Message]) -> str | None:
+            """Return the text from the first needle to the second; None if the template does not show both."""
+            try:
+                text = write(messages, [_TOOL] if messages[-1]["role"] == "tool" else None)
+            except InvalidRequestError:
+                return None
+            first, second = text.find(_FIRST), text.find(_SECOND)
+            return text[first:second] if min(first, second) >= 0 else None
+
+        def takes(role: str, content: Callable[..., Content]) -> bool:
+            between = shown(_talk(role, content))
+            return between is not None and "type" not in between  # the list itself, as JSON or as Python
+
+        def calls(count: int, *, as_text: bool) -> bool:
+            return shown(_calls(count, as_text=as_text)) is not None
+
+        argument_texts = not calls(1, as_text=False) and calls(1, as_text=True)
+        several = calls(2, as_text=argument_texts)
+        later = [{"role": "system", "content": _FIRST}, *_talk("assistant", _text)]
+        later += [{"role": "system", "content": _SECOND}, {"role": "user", "content": "?"}]
+        return cls(
+            texts=frozenset(role for role in ROLES if takes(role, _text)),
+            parts=frozenset(role for role in ROLES if takes(role, _parts)),
+            developers=re.search("""['"]developer['"]""", source) is not None,
+            later_systems=shown(later) is not None,
+            one_call_each=not several and calls(1, as_text=argument_texts),
+            argument_texts=argument_texts,
+        )
+
+
+def joined(content: Content) -> str:
+    """Return the text of a message's content: the text itself, or the texts of its parts with nothing between."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def continues(
+    role: str, has_calls: bool, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> bool:
+    """Return whether the model continues the last message of a conversation, instead of beginning one of its own.
+
+    If neither option is given, it continues an assistant's message without calls, as with llama.cpp's server.
+
+    Args:
+        role: the role of the last message.
+        has_calls: whether the last message has calls.
+        add_generation_prompt, continue_final_message: as for `ChatTemplate.render`.
+    """
+    if continue_final_message is not None or add_generation_prompt is not None:
+        return bool(continue_final_message)
+    return role == "assistant" and not has_calls
+
+
+def adapted(messages: Sequence[Message], accepts: Accepts) -> list[dict[str, Any]]:
+    """Return a conversation as a template with the properties `accepts` reads it.
+
+    A developer's message becomes a system message, unless the template names that role. It joins the system message
+    before it. If the template does not show later system messages, they all join the first one. Where a message has
+    more calls than the template shows, each call gets a message, followed by its result.
+    """
+    told = _with_systems_joined(messages, accepts)
+    if accepts.one_call_each:
+        told = _with_one_call_each(told)
+    return [_in_form(message, accepts) for message in told]
+
+
+def _with_systems_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]:
+    groups: list[list[Message]] = []  # the messages of each group become one message
+    for message in messages:
+        is_developer = message["role"] == "developer" and not accepts.developers
+        if is_developer:
+            message = {**message, "role": "system"}
+        is_later = message["role"] == "system" and bool(groups)
+        if is_later and not accepts.later_systems:
+            if groups[0][0]["role"] == "system":
+                groups[0].append(message)
+            else:
+                groups.insert(0, [message])
+        elif is_later and is_developer and groups[-1][0]["role"] == "system":
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [
+        group[0]
+        if len(group) == 1
+        else {**group[0], "content": "\n\n".join(joined(each["content"]) for each in group)}
+        for group in groups
+    ]
+
+
+def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
+    told: list[Message] = []
+    following = iter([*messages, None])
+    message = next(following)
+    while message is not None:
+        calls = message.get("tool_calls") or ()
+        turn, message = message, next(following)
+        if len(calls) < 2:
+            told.append(turn)
+            continue
+        results: dict[str, list[Message]] = {}
+        while message is not None and message["role"] == "tool":
+            results.setdefault(message.get("tool_call_id", ""), []).append(message)
+            message = next(following)
+        for number, call in enumerate(calls):
+            begun = {"role": "assistant", "content": ""} if number else turn
+            told += [{**begun, "tool_calls": [call]}, *results.pop(call["id"], ())]
+        told += itertools.chain.from_iterable(results.values())  # results of other calls
+    return told
+
+
+def _in_form(message: Message, accepts: Accepts) -> dict[str, Any]:
+    told, content = dict(message), message["content"]
+    role = "system" if message["role"] == "developer" else message["role"]
+    if isinstance(content, str):
+        if role in accepts.parts and role not in accepts.texts:
+            told["content"] = _parts(content)
+    elif role not in accepts.parts:
+        told["content"] = joined(content)
+    if accepts.argument_texts and message.get("tool_calls"):
+        told["tool_calls"] = [_with_argument_text(call) for call in message["tool_calls"]]
+    return told
+
+
+def _with_argument_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+# ---------------------------------------------------------------------- conversations that a template is tried with
+
+
+def _text(*texts: str) -> Content:
+    return "".join(texts)
+
+
+def _parts(*texts: str) -> Content:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _talk(role: str, content: Callable[..., Content]) -> list[Message]:
+    """Return a short conversation in which a message of `role` has both needles."""
+    asked: Message = {"role": "user", "content": content("?")}
+    message: Message = {"role": role, "content": content(_FIRST, _SECOND)}
+    if role == "system":
+        return [message, asked]
+    if role == "tool":
+        called = {"role": "assistant", "content": content(""), "tool_calls": [_call("", as_text=False)]}
+        return [asked, called, {**message, "tool_call_id": "call00000", "name": "look"}]
+    return [message] if role == "user" else [asked, message]
+
+
+def _calls(count: int, *, as_text: bool) -> list[Message]:
+    """Return a conversation with one or two calls in a message. The needles are in their arguments."""
+    looked_for = [_FIRST, _SECOND] if count == 2 else [_FIRST + _SECOND]
+    calls = [_call(text, as_text=as_text, number=number) for number, text in enumerate(looked_for)]
+    results = [
+        {"role": "tool", "content": "Found.", "tool_call_id": call["id"], "name": "look"} for call in calls
+    ]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [{"role": "user", "content": "?"}, called, *results]
+
+
+def _call(text: str, *, as_text: bool, number: int = 0) -> dict[str, Any]:
+    arguments = {"text": text}
+    function = {"name": "look", "arguments": json.dumps(arguments) if as_text else arguments}
+    return {"id": f"call0000{number}", "type": "function", "function": function}
