@@ -68,6 +68,9 @@ DEAD = "engine_dead"
 #: cluster's state.
 REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
 
+#: Other paths of routes whose answers are merged.
+ALIASES = {"/health/": HEALTH, "/openai/metrics": "/metrics"}
+
 #: Most connections of clients. Requests that are too many for an engine are refused by the engine itself.
 MAX_CONNECTIONS = 8192
 
@@ -185,7 +188,7 @@ class Front:
             ApiError: as `Bodies.read_json`.
         """
         body = await self._bodies.read_json(request) if says_json(request) else b""
-        path = request.url.path
+        path = ALIASES.get(request.url.path, request.url.path)
         # For HEAD, replicas are asked with GET: merging needs bodies. The HTTP server drops the merged one.
         is_merged = path == HEALTH or path in MERGES
         return Forwarded(

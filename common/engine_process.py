@@ -340,7 +340,7 @@ class EngineProcess:
             record, counters, accepted_at = step
             telemetry = self.engine.telemetry
             telemetry.counters, telemetry.accepted_at = Counters(*counters), accepted_at
-            telemetry.records.append(StepRecord(*record))
+            telemetry.keep(StepRecord(*record))
         outputs = [output for row in rows if (output := self._with_text(*row)) is not None]
         if outputs:
             self._deliver(outputs)

@@ -120,6 +120,9 @@ class Telemetry:
     records: deque[StepRecord] = field(init=False)
     current: StepRecord = field(init=False)
     accepted_at: list[int] = field(default_factory=list)
+    step_tokens: Histogram = field(
+        default_factory=lambda: Histogram(TOKENS)
+    )  # prompt and new tokens of each step
 
     def __post_init__(self) -> None:
         self.records = deque(maxlen=self.capacity)
@@ -140,7 +143,12 @@ class Telemetry:
         counters.busy_s += record.duration_s
         for name in _SUMMED:
             setattr(counters, name, getattr(counters, name) + getattr(record, name))
+        self.keep(record)
+
+    def keep(self, record: StepRecord) -> None:
+        """Add the record of a step that has ended."""
         self.records.append(record)
+        self.step_tokens.observe(record.decode_tokens + record.prefill_tokens)
 
     def count_accepted(self, position: int) -> None:
         """Count an accepted guess. `position`: 1 for the first guess of a request in a step, 2 for the second, …"""
@@ -186,6 +194,10 @@ SECONDS: tuple[float, ...] = (
 
 #: Bounds of a histogram's buckets for lengths, in tokens.
 TOKENS: tuple[float, ...] = tuple(digit * 10.0**power for power in range(6) for digit in (1.0, 2.0, 5.0))
+
+
+#: Bounds of a histogram's buckets for the choices of a prompt.
+CHOICES: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Histogram:
@@ -252,7 +264,14 @@ class RequestTelemetry:
     decode_s: Histogram = field(default_factory=_durations)  # from the first token to the last
     prompt_lengths: Histogram = field(default_factory=_lengths)
     answer_lengths: Histogram = field(default_factory=_lengths)
+    computed_lengths: Histogram = field(default_factory=_lengths)  # prompt tokens without prefix hits
+    inference_s: Histogram = field(default_factory=_durations)  # from scheduling to the last token
+    between_tokens_s: Histogram = field(
+        default_factory=_durations
+    )  # decode_s, divided by the tokens after the first
     longest_choices: Histogram = field(default_factory=_lengths)  # of each prompt's choices, the longest
+    choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))  # of each prompt
+    most_new_tokens: Histogram = field(default_factory=_lengths)  # `max_new_tokens` of each choice
 
     def end(self, output: StepOutput, times: RequestTimes) -> None:
         """Count a request by its terminal output and its times."""
@@ -264,7 +283,12 @@ class RequestTelemetry:
         self.queue_s.observe(scheduled_s - times.submitted_s)
         if times.first_token_s is not None:
             self.prefill_s.observe(times.first_token_s - scheduled_s)
-            self.decode_s.observe(times.latest_token_s - times.first_token_s)
+            decode_s = times.latest_token_s - times.first_token_s
+            self.decode_s.observe(decode_s)
+            self.inference_s.observe(times.latest_token_s - scheduled_s)
+            if output.completion_tokens > 1:
+                self.between_tokens_s.observe(decode_s / (output.completion_tokens - 1))
+            self.computed_lengths.observe(output.prompt_tokens - output.cached_tokens)
 
 
 _SUMMED = (

@@ -161,26 +161,37 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 _CHAT_INSTEAD = "chat is: POST /v1/chat/completions"
-_OLLAMA = "Ollama's API is not served, OpenAI's is"
 
 #: Hints for requests to routes of other servers, by the end of the path.
 _ELSEWHERE = {
     "/v1/messages": f"Anthropic's messages are not served, {_CHAT_INSTEAD}",
     "/v1/messages/count_tokens": "Anthropic's messages are not served; POST /tokenize counts tokens",
-    "/v1/embeddings": "embeddings are not served: this server's models write text",
-    "/api/tags": f"{_OLLAMA}: GET /v1/models",
-    "/api/show": f"{_OLLAMA}: GET /v1/models",
-    "/api/version": f"{_OLLAMA}; GET /version tells of this server",
-    "/api/generate": f"{_OLLAMA}: POST /v1/completions",
-    "/api/chat": f"{_OLLAMA}: POST /v1/chat/completions",
+    "/embeddings": "embeddings are not served: this server's models write text. Run an embedding model beside it, "
+    "with llama.cpp's llama-server --embedding or Hugging Face's text-embeddings-inference",
     "/docs": "the routes are described in /openapi.json, and the page at / has a form for chat",
     "/redoc": "the routes are described in /openapi.json, and the page at / has a form for chat",
+}
+
+#: Routes of OpenAI's API to use instead of Ollama's.
+_OLLAMA = {
+    "/api/chat": "POST /v1/chat/completions",
+    "/api/generate": "POST /v1/completions",
+    "/api/tags": "GET /v1/models",
+    "/api/ps": "GET /v1/models",
+    "/api/show": "GET /v1/models",
+    "/api/version": "GET /version tells of this server",
+    "/api/embed": "embeddings are not served",
+    "/api/embeddings": "embeddings are not served",
+    "/api/pull": "infer fetch gets models",
 }
 
 
 def _route_meant_by(request: Request) -> str:
     """Return a hint for a 404's message: the route that the client may have meant, or where all are listed."""
     path = request.url.path
+    if path.startswith("/api/"):
+        route = _OLLAMA.get(path.rstrip("/"), "see /openapi.json")
+        return f"Ollama's API is not served, OpenAI's is: {route}"
     for end, hint in _ELSEWHERE.items():
         if path.endswith(end):
             return hint

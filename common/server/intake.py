@@ -43,6 +43,7 @@ from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
 from common.server.errors import OVERLOADED, unavailable
+from common.server.requests.chat import ConversationRequest
 from common.server.requests.generation import GenerationRequest
 from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.worker import EngineWorker, RequestStream
@@ -205,6 +206,21 @@ class Intake:
 
         return await self._admission.converting.run(convert)
 
+    async def count(self, wanted: ConversationRequest) -> int:
+        """Return the number of tokens of the prompt that a conversation becomes.
+
+        Raises:
+            ApiError, InvalidRequestError: as `tokenize`.
+        """
+
+        def convert() -> int:
+            (text,) = wanted.prompts(self._dialect)
+            self._check_least_length(text, "at most {limit} are tokenized in one request")
+            tokenizer = self._engine.tokenizer
+            return len(tokenizer.encode(text, add_special_tokens=wanted.adds_special_tokens))
+
+        return await self._admission.converting.run(convert)
+
     async def detokenize(self, wanted: DetokenizeRequest) -> str:
         """Return the text of the token ids in a body of `/detokenize`, special tokens included.
 
@@ -213,6 +229,16 @@ class Intake:
         """
         decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
         return await self._admission.converting.run(decode)
+
+    async def render(self, wanted: ConversationRequest) -> str:
+        """Return the prompt that a conversation becomes.
+
+        Raises:
+            ApiError: 503, the lane `converting` is full.
+            InvalidRequestError: as `ConversationRequest.render`.
+        """
+        (text,) = await self._admission.converting.run(functools.partial(wanted.prompts, self._dialect))
+        return text
 
     # ------------------------------------------------------------------ in a thread
 

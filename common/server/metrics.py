@@ -56,23 +56,28 @@ class Metrics(Collector):
     def _gauges(self) -> Iterator[Metric]:
         engine, worker = self._service.engine, self._service.worker
         model = engine.model
-        types = {"dtype": str(model.dtype), "weights": str(model.weight_dtype)}
-        info = GaugeMetricFamily(
-            "infer:model_info", "1; the labels say what is served", labels=[*self._labels, *types]
-        )
-        info.add_metric(
-            [*self._labels.values(), *(name.removeprefix("torch.") for name in types.values())], 1
-        )
-        yield info
-        latest = worker.latest_step
+        dtype, weights = (str(each).removeprefix("torch.") for each in (model.dtype, model.weight_dtype))
+        latest, waiting = worker.latest_step, worker.num_waiting()
+        block = getattr(engine.config, "block_size", engine.max_seq_len)  # in a phase without blocks: a slot
+        cache = {
+            "block_size": block,
+            "num_gpu_blocks": engine.config.kv_tokens() // block,
+            "enable_prefix_caching": getattr(engine.config, "enable_prefix_caching", False),
+            "cache_dtype": dtype,
+        }
         used = latest.kv_reserved_tokens / engine.config.kv_tokens()
-        for name, text, value in (
-            ("vllm:num_requests_running", "Requests that hold KV memory", latest.active),
-            ("vllm:num_requests_waiting", "Requests that queue", worker.num_waiting()),
-            ("vllm:kv_cache_usage_perc", "Share of the KV memory that is held; 1 is all of it", used),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
-            gauge.add_metric(list(self._labels.values()), value)
+        gauges: tuple[tuple[str, str, dict[str, object], float], ...] = (
+            ("infer:model_info", "1; the labels say what is served", {"dtype": dtype, "weights": weights}, 1),
+            ("vllm:cache_config_info", "1; the labels say how large the KV memory is", cache, 1),
+            ("vllm:num_requests_running", "Requests that hold KV memory", {}, latest.active),
+            ("vllm:num_requests_waiting", "Requests that queue", {}, waiting),
+            ("vllm:num_requests_waiting_by_reason", "Requests that queue", {"reason": "capacity"}, waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV memory that is held; 1 is all of it", {}, used),
+        )
+        for name, text, own, value in gauges:
+            labels = {**self._labels, **own}
+            gauge = GaugeMetricFamily(name, text, labels=list(labels))
+            gauge.add_metric([str(each) for each in labels.values()], value)
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
@@ -153,6 +158,32 @@ class Metrics(Collector):
                 "From a request's first token to its last",
                 requests.decode_s,
             ),
+            (
+                "vllm:request_inference_time_seconds",
+                "From the beginning of a request's prefill to its last token",
+                requests.inference_s,
+            ),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "The mean of the times between a request's tokens",
+                requests.between_tokens_s,
+            ),
+            (
+                "vllm:iteration_tokens_total",
+                "Prompt and new tokens of a step",
+                self._service.engine.telemetry.step_tokens,
+            ),
+            (
+                "vllm:request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that were not found in the prefix cache",
+                requests.computed_lengths,
+            ),
+            ("vllm:request_params_n", "Choices of a prompt", requests.choices),
+            (
+                "vllm:request_params_max_tokens",
+                "The most new tokens that a choice may have",
+                requests.most_new_tokens,
+            ),
             ("vllm:request_prompt_tokens", "Prompt tokens of a request", requests.prompt_lengths),
             ("vllm:request_generation_tokens", "New tokens of a request", requests.answer_lengths),
             (
@@ -166,17 +197,18 @@ class Metrics(Collector):
             yield family
 
 
-def count_longest_choices(requests: RequestTelemetry, answer: Answer) -> None:
-    """Add the number of new tokens of each prompt's longest choice to `requests.longest_choices`.
+def count_choices(requests: RequestTelemetry, answer: Answer) -> None:
+    """Count the choices of each prompt, their most new tokens, and the new tokens of each prompt's longest choice.
 
     Call this once for an answer, when it has ended or was cancelled.
     """
-    longest: dict[int, int] = {}
+    lengths: dict[int, list[int]] = {}  # of the choices of each prompt
     for choice, stream in zip(answer.choices, answer.streams, strict=True):
-        prompt = id(choice.prompt)
-        longest[prompt] = max(longest.get(prompt, 0), stream.received_tokens)
-    for tokens in longest.values():
-        requests.longest_choices.observe(tokens)
+        lengths.setdefault(id(choice.prompt), []).append(stream.received_tokens)
+        requests.most_new_tokens.observe(stream.request.params.max_new_tokens)
+    for each in lengths.values():
+        requests.choices.observe(len(each))
+        requests.longest_choices.observe(max(each))
 
 
 def _with_unit(name: str) -> str:

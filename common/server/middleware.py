@@ -39,7 +39,7 @@ from common.server.replies.shapes import json_response
 
 #: Paths that need no key. They tell nothing about requests, and monitoring has no key. A browser that opens the
 #: page has none either: the page asks for it, and sends it with its requests.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/", "/ready", "/metrics", "/openai/metrics", "/version"})
 
 REQUEST_ID = "x-request-id"
 IGNORED = "x-infer-ignored"  # header: paths of the body's fields that the server does not know
@@ -236,7 +236,7 @@ class Guard(Middleware):
 
 
 class ApiKeys(Guard):
-    """Refuses requests without one of the server's keys as `Authorization: Bearer KEY`.
+    """Refuses requests without one of the server's keys as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.
 
     The digests of all keys are compared, so the time that it takes reveals nothing about a key.
     """
@@ -250,7 +250,7 @@ class ApiKeys(Guard):
             return None
         return ApiError(
             401,
-            "this server wants a key; send it as Authorization: Bearer KEY",
+            "this server wants a key; send it as Authorization: Bearer KEY, or as X-Api-Key: KEY",
             type="authentication_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
@@ -258,9 +258,10 @@ class ApiKeys(Guard):
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # the header's bytes as they came
-        same = [secrets.compare_digest(digest, each) for each in self._digests]
-        return scheme.lower() == "bearer" and any(same)
+        keys = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        given = [_digest(key.strip().encode("latin-1")) for key in keys]  # the headers' bytes as they came
+        same = [secrets.compare_digest(digest, each) for digest in given for each in self._digests]
+        return any(same)
 
 
 def _digest(key: bytes) -> bytes:

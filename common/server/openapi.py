@@ -23,6 +23,7 @@ from common.server.replies.shapes import (
     CompletionEvent,
     ErrorResponse,
     Health,
+    InputTokens,
     ModelCard,
     ModelList,
     PlainCompletion,
@@ -113,6 +114,8 @@ _TEXT = {
     503: _ENDING,
 }
 
+_STRICT_TEXT = {status: text for status, text in _TEXT.items() if status != 422}
+
 _NAMED_EVENTS = Stream(
     "Server-sent events; every `data` is a JSON object. `token`: one for each sampled token. `done` or `error`: "
     "exactly one for each choice, its last. `usage`: last of all, if asked for.",
@@ -176,6 +179,11 @@ ROUTES: dict[str, Documented] = {
     "/openai/v1/models": _MODELS,
     "/v1/models/{model}": _MODEL,
     "/openai/v1/models/{model}": _MODEL,
+    "/v1/responses/input_tokens": Documented(InputTokens, "The number of tokens", _TEXT, ResponsesRequest),
+    "/openai/v1/responses/input_tokens": Documented(
+        InputTokens, "The number of tokens", _STRICT_TEXT, ResponsesRequest
+    ),
+    "/apply-template": Documented(Text, "The prompt", _TEXT, ChatRequest),
     "/tokenize": Documented(Tokens, "The token ids", _TEXT, TokenizeRequest),
     "/detokenize": Documented(Text, "The text", _TEXT, DetokenizeRequest),
     "/health": Documented(Health, "The server lives", {503: "The engine is dead"}),

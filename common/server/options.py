@@ -10,6 +10,8 @@ import argparse
 import difflib
 import importlib.metadata
 import inspect
+import logging
+import os
 import re
 import sys
 import typing
@@ -27,7 +29,8 @@ from common.phases import PhasePackage
 from common.server.errors import shorten
 from common.version import project_version
 
-#: Type of an option with several texts. The flag is repeated, or one value has commas, as in the environment.
+#: Type of an option with several texts. The flag is repeated or has several values, or one value has commas, as in
+#: the environment.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
@@ -181,6 +184,8 @@ class ServerOptions(LimitOptions, CommonOptions):
         return self
 
 
+logger = logging.getLogger(__name__)
+
 ENV_PREFIX = "INFER_"
 NONE = "none"  # text that a user writes for an option without a value
 
@@ -234,12 +239,47 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
         sys.exit(0)
     if "--version" in argv:
         print_version()
+    ignore_kubernetes_port()
     try:
-        return settings_class(_cli_parse_args=list(argv))
+        return settings_class(_cli_parse_args=joined_values(argv, settings_class))
     except SettingsError as error:
         raise explain_unparsed(str(error), settings_class) from None
     except ValidationError as error:
         raise explain_invalid(error) from None
+
+
+def ignore_kubernetes_port() -> None:
+    """Remove `INFER_PORT` from the environment if Kubernetes set it, and log a warning.
+
+    Beside a service named `infer`, Kubernetes gives pods such a variable with an address: tcp://10.0.0.1:80.
+    """
+    name = f"{ENV_PREFIX}PORT"
+    if "://" in os.environ.get(name, ""):
+        address = os.environ.pop(name)
+        logger.warning("%s=%s is ignored: Kubernetes sets it for a service of this name", name, address)
+
+
+def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> list[str]:
+    """Return the flags with one value each: `--served-model-name a b` (vLLM's) becomes `--served-model-name a,b`.
+
+    Only flags with several texts (`Names`) take further values.
+    """
+    fields = settings_class.model_fields.items()
+    several = {flag_of(name) for name, field in fields if typing.get_origin(field.annotation) is list}
+    joined: list[str] = []
+    has_value = False  # the latest flag takes several values and has one
+    flag = ""
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, _ = word.partition("=")
+            has_value = bool(equals)
+        elif has_value and flag in several:
+            joined[-1] += f",{word}"
+            continue
+        else:
+            has_value = True
+        joined.append(word)
+    return joined
 
 
 def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:

@@ -18,13 +18,13 @@ from starlette.responses import Response
 
 from common.server.errors import from_exception, status_at
 from common.server.logs import log_departure, log_end, log_refusal
-from common.server.metrics import count_longest_choices
+from common.server.metrics import count_choices
 from common.server.middleware import client_of
 from common.server.replies.answer import Answer, WireFormat, collect, stream_events
 from common.server.replies.chat import ChatChunks
 from common.server.replies.completions import CompletionChunks, NamedCompletionEvents
 from common.server.replies.responses import ResponseEvents
-from common.server.replies.shapes import Text, Tokens, json_response
+from common.server.replies.shapes import InputTokens, Text, Tokens, json_response
 from common.server.requests.chat import ChatRequest
 from common.server.requests.completions import CompletionRequest
 from common.server.requests.generation import GenerationRequest
@@ -126,7 +126,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
 
     def close(client_gone: str | None) -> None:
         answer.cancel()
-        count_longest_choices(service.worker.requests, answer)
+        count_choices(service.worker.requests, answer)
         log_end(
             answer,
             asked_s=arrived_s,
@@ -187,6 +187,28 @@ async def take_in(
         answer.cancel()
         raise
     return wanted, streaming, answer
+
+
+@router.post("/v1/responses/input_tokens")
+@router.post("/openai/v1/responses/input_tokens")
+async def count_input_tokens(request: Request, service: Served) -> Response:
+    """Return the number of tokens of the prompt that the body of a response becomes."""
+    body = await service.bodies.read_json(request)
+    wanted = await while_connected(request.receive, service.intake.parse(body, ResponsesRequest))
+    service.note_ignored(request, wanted)
+    tokens = await while_connected(request.receive, service.intake.count(wanted))
+    reply: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
+    return json_response(reply)
+
+
+@router.post("/apply-template")
+async def apply_template(request: Request, service: Served) -> Response:
+    """Return the text that the body of a chat becomes, as llama.cpp's route of this name does."""
+    body = await service.bodies.read_json(request)
+    wanted = await while_connected(request.receive, service.intake.parse(body, ChatRequest))
+    service.note_ignored(request, wanted)
+    reply: Text = {"prompt": await while_connected(request.receive, service.intake.render(wanted))}
+    return json_response(reply)
 
 
 @router.post("/tokenize")

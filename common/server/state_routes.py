@@ -98,6 +98,7 @@ async def steps(service: Served) -> Response:
     )
 
 
+@router.get("/health/", include_in_schema=False)
 @router.get("/health")
 async def health(service: Served) -> Response:
     """Answer 200 unless the engine is dead or hung. A server that answers 503 should be started again."""
@@ -162,6 +163,7 @@ async def reset_prefix_cache(request: Request, service: Served) -> Response:
     return json_response(reply)
 
 
+@router.get("/openai/metrics", include_in_schema=False)
 @router.get("/metrics", include_in_schema=False)  # Prometheus knows its own format
 async def metrics(service: Served) -> Response:
     """Return all metrics in Prometheus's format."""

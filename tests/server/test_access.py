@@ -76,9 +76,14 @@ def test_each_of_the_keys_opens(named: ServerProcess) -> None:
     for key in KEYS:
         for scheme in ("Bearer", "bearer"):
             assert ask(named, "/v1/models", Authorization=f"{scheme} {key}").status_code == 200
+        headers = {"Authorization": "", "X-Api-Key": key}  # as Anthropic's libraries send it
+        assert ask(named, "/v1/models", **headers).status_code == 200
+        assert_error(ask(named, "/v1/models", **headers | {"X-Api-Key": f"{key}x"}), 401)
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/version"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/health/", "/ready", "/metrics", "/openai/metrics", "/version"]
+)
 def test_whoever_watches_over_servers_needs_none(named: ServerProcess, path: str) -> None:
     assert ask(named, path).status_code == 200
 

@@ -187,6 +187,34 @@ def test_flags_win_over_the_environment_and_that_over_defaults(
     assert read_options(package, ["--max-batch-size", "7"])[1].max_batch_size == 7
 
 
+def test_a_port_of_kubernetes_is_no_port(
+    phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service named infer puts these variables into the environment of every pod beside it."""
+    package = find_phase(phase)
+    for name, value in (("", "tcp://10.0.0.1:80"), ("_80_TCP", "tcp://10.0.0.1:80"), ("_80_TCP_PORT", "80")):
+        monkeypatch.setenv(f"INFER_PORT{name}", value)
+    monkeypatch.setenv("INFER_SERVICE_HOST", "10.0.0.1")
+    assert read_options(package, [])[0].port == package.PHASE.default_port
+    assert "INFER_PORT=tcp://10.0.0.1:80 is ignored" in caplog.text
+    monkeypatch.setenv("INFER_PORT", "8123")
+    assert read_options(package, [])[0].port == 8123
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--served-model-name", "a", "b", "--port", "5"],
+        ["--port", "5", "--served-model-name=a", "b"],
+        ["--served-model-name", "a", "--port", "5", "--served-model-name", "b"],
+        ["--served-model-name", "a,b", "--port", "5"],
+    ],
+)
+def test_an_option_may_have_several_values(phase: str, argv: list[str]) -> None:
+    options, _ = read_options(find_phase(phase), argv)
+    assert (options.served_model_name, options.port) == (["a", "b"], 5)
+
+
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [

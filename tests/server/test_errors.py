@@ -250,12 +250,17 @@ CHAT_IS_SERVED = "chat is: POST /v1/chat/completions"
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        *((path, "") for path in ("/v1", "/v1/completions/", "/v1/chat", "/%00", "/health/")),
+        *((path, "") for path in ("/v1", "/v1/completions/", "/v1/chat", "/%00")),
         ("/nowhere", "no such route; see /openapi.json"),
         ("/docs", "/openapi.json, and the page at /"),
         *((f"{prefix}/embeddings", "embeddings are not served") for prefix in PREFIXES),
         ("/v1/messages", f"Anthropic's messages are not served, {CHAT_IS_SERVED}"),
         ("/api/tags", "Ollama's API is not served, OpenAI's is: GET /v1/models"),
+        *(
+            (f"/api/{name}", "Ollama's API is not served")
+            for name in ("version", "show", "ps", "blobs/sha256:0")
+        ),
+        ("/api/embed", "embeddings are not served"),
         ("/api/generate", "POST /v1/completions"),
         ("/api/chat", "POST /v1/chat/completions"),
         ("/v1/completion", "did you mean /v1/completions?"),
@@ -285,7 +290,7 @@ def test_a_wrong_method_is_told_of_head_where_it_is_served(server: ServerProcess
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1/models", "/health", "/ready", "/version", "/metrics", "/telemetry"]
+    "path", ["/", "/v1/models", "/health", "/health/", "/ready", "/version", "/metrics", "/telemetry"]
 )
 def test_wrong_methods_on_the_small_routes(server: ServerProcess, path: str) -> None:
     for method in ("POST", "OPTIONS", "DELETE"):

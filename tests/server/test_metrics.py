@@ -38,6 +38,11 @@ HISTOGRAMS = (
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
     "vllm:request_max_num_generation_tokens",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_params_n",
+    "vllm:request_params_max_tokens",
 )
 
 
@@ -69,8 +74,16 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     }
 
 
-def test_the_types_that_are_served(server: ServerProcess) -> None:
-    assert scrape(server)["infer:model_info dtype=float32 weights=float32"] == 1
+def test_what_is_served(server: ServerProcess, phase: str) -> None:
+    samples = scrape(server)
+    assert samples["infer:model_info dtype=float32 weights=float32"] == 1
+    (cache,) = (name for name in samples if name.startswith("vllm:cache_config_info"))
+    labels = dict(label.split("=") for label in cache.split()[1:])
+    assert int(labels["block_size"]) * int(labels["num_gpu_blocks"]) >= 1024
+    assert labels["enable_prefix_caching"] == str(phase in CACHING)
+    assert labels["cache_dtype"] == "float32"
+    assert samples["vllm:num_requests_waiting_by_reason reason=capacity"] == 0
+    assert server.client.get("/openai/metrics").status_code == 200
 
 
 def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnPrompt) -> None:
@@ -90,7 +103,14 @@ def test_what_a_request_adds(server: ServerProcess, phase: str, own_prompt: OwnP
     assert added["infer:requests_finished_total"] == 3
     assert added["infer:busy_seconds_total"] > 0
     counts = [added[f"{name}_count"] for name in HISTOGRAMS]
-    assert counts == [3, 8, 8, 3, 3, 3, 3, 3, 3, 2]
+    assert counts == [3, 8, 8, 3, 3, 3, 3, 3, 3, 2, 3, 3, 3, 2, 3]
+    assert added["vllm:iteration_tokens_total_count"] == added["infer:steps_total"]
+    assert added["vllm:iteration_tokens_total_sum"] == (
+        added["infer:prefill_tokens_total"] + added["infer:decode_tokens_total"]
+    )
+    assert added["vllm:request_prefill_kv_computed_tokens_sum"] == 120 - 2 * found
+    assert added["vllm:request_params_n_sum"] == 1 + 2
+    assert added["vllm:request_params_max_tokens_sum"] == 5 + 3 + 3
     assert added["vllm:time_to_first_token_seconds_sum"] > 0
     assert (
         added["vllm:time_to_first_token_seconds_sum"] < added["vllm:e2e_request_latency_seconds_sum"] < HANG_S

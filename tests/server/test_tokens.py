@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from common.models.registry import open_checkpoint
@@ -51,6 +52,24 @@ def test_a_conversation_as_chat_has_it(server: ServerProcess) -> None:
     continued = tokenize(server, messages=begun, continue_final_message=True)
     closed = tokenize(server, messages=begun, add_generation_prompt=False)
     assert continued["tokens"] == closed["tokens"][:-1]
+
+
+def test_a_conversation_as_a_prompt_and_as_a_count(server: ServerProcess) -> None:
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    prompt = answer_of(server.client.post("/apply-template", json={"messages": MESSAGES, "color": 1}))[
+        "prompt"
+    ]
+    assert tokenizer.encode(prompt, add_special_tokens=False) == tokenize(server, messages=MESSAGES)["tokens"]
+    body = {"instructions": "Be brief.", "input": "Tell me a story."}
+    response = server.client.post("/v1/responses", json=body | {"max_output_tokens": 1}).json()
+    with openai.OpenAI(base_url=f"{server.url}/openai/v1", api_key="none") as client:
+        counted = client.responses.input_tokens.count(**body)
+    assert (counted.object, counted.input_tokens) == (
+        "response.input_tokens",
+        response["usage"]["input_tokens"],
+    )
+    assert_error(server.client.post("/apply-template", json={"messages": []}), 422, "messages")
+    assert_error(server.client.post("/v1/responses/input_tokens", json={}), 400, "input")
 
 
 def test_there_and_back(server: ServerProcess) -> None:

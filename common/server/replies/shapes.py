@@ -358,6 +358,13 @@ class Tokens(TypedDict):
     token_strs: Annotated[list[str] | None, Field(description="as the tokenizer spells them, if asked for")]
 
 
+class InputTokens(TypedDict):
+    """The answer of `/v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Text(TypedDict):
     prompt: str
 
