@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
@@ -163,6 +164,11 @@ def _show(text: str, file: TextIO) -> None:
     print(text.translate(_CONTROLS), end="", file=file, flush=True)
 
 
+def _as_text(argument: str | None) -> str | None:
+    """Return an argument of the command with U+FFFD for each byte that is not UTF-8: JSON is UTF-8."""
+    return None if argument is None else os.fsencode(argument).decode("utf-8", "replace")
+
+
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of an answer's stream. Raises ChatError if the server sends anything else."""
     if response.status_code != 200:
@@ -249,7 +255,7 @@ def answer(chat: Chat, question: str) -> int:
 
 def say(text: str) -> None:
     """Print a line that is no part of an answer, to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    _show(f"{text}\n", sys.stderr)
 
 
 # ---------------------------------------------------------------------- the command
@@ -263,15 +269,25 @@ def main(arguments: Sequence[str]) -> int:
     sampling = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
     for number in (signal.SIGTERM, signal.SIGHUP):  # a server that was started for the chat ends with it
         signal.signal(number, _exit)
+    for file in (
+        sys.stdin,
+        sys.stdout,
+    ):  # characters that the terminal's encoding lacks become question marks
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="replace")
     try:
         with _server(options, further) as url, _client(url, options.api_key) as client:
             model = options.model if options.url and options.model else _first_model(client)
             given = {name: value for name, value in sampling.items() if value is not None}
-            chat = Chat(client, model, options.system, **given)
+            chat = Chat(client, model, _as_text(options.system), **given)
             return talk(chat) if sys.stdin.isatty() else answer(chat, _whole_input())
     except StartupError as error:
         say(f"error: {error}")
         return 1
+    except BrokenPipeError:  # as with `| head`; Python would fail again when it flushes at its exit
+        for end in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), end.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -334,13 +350,17 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
 
 
 def _client(url: str, api_key: str | None) -> httpx.Client:
+    """Return a client of the API at an address. Raises StartupError if the address is none."""
     key = api_key or os.environ.get("INFER_API_KEY", "").partition(",")[0]
-    return httpx.Client(
-        base_url=f"{url}/v1/",
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx.Timeout(None, connect=CONNECT_S),
-        trust_env=False,
-    )
+    try:
+        return httpx.Client(
+            base_url=f"{url}/v1/",
+            headers=[(b"Authorization", b"Bearer " + os.fsencode(key))] if key else [],
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            trust_env=False,
+        )
+    except httpx.InvalidURL as error:
+        raise StartupError(f"--url {url}: {error}") from None
 
 
 def _first_model(client: httpx.Client) -> str:

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -275,6 +276,7 @@ def test_a_pipe_is_one_question(server: ServerProcess) -> None:
             2,
             "with --url there is no option --block-size",
         ),
+        ("hi", ["--url", "http://[::1"], 1, "error: --url http://[::1: "),
         ("hi", ["--url", "URL", "--model", "nobody"], 1, "error: model 'nobody' is not served"),
         ("\n", ["--url", "URL"], 1, "error: there is no question in the input"),
     ],
@@ -301,11 +303,13 @@ class Scripted(BaseHTTPRequestHandler):
             {"role": "assistant", "reasoning_content": "He says "},
             {"reasoning_content": "hi."},
             {"content": f"You sent {len(body['messages'])}\x1b[2J"},
-            {"content": "!\n\tBye."},
+            {"content": "!\n\tBjörn."},
         ]
         events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
         if "break" in body["messages"][-1]["content"]:
-            events.append({"error": {"message": "it broke"}})
+            events.append({"error": {"message": "it \x1b[2Jbroke"}})
+        if "at length" in body["messages"][-1]["content"]:
+            events += events * 10_000
         lines = [json.dumps(event) for event in events] + ["[DONE]"]
         if "garble" in body["messages"][-1]["content"]:
             lines.insert(2, '{"choices": [')
@@ -334,13 +338,38 @@ def scripted() -> Iterator[str]:
 def test_any_server_with_openais_api(scripted: str) -> None:
     """Reasoning goes to stderr, the answer to stdout, and control characters do not reach the terminal."""
     ended = piped("hi", "--url", scripted, "--system", "x")
-    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBye.\n")
+    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBjörn.\n")
     assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", ended.stderr)
+
+
+def test_a_terminal_that_is_not_utf8(scripted: str) -> None:
+    arguments = ("--url", scripted, "--api-key", "schlüssel", "--system", "größer")
+    ended = piped(
+        "Größe?", *arguments, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C", PYTHONIOENCODING="ascii"
+    )
+    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBj?rn.\n")
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_reader_that_leaves_ends_the_chat_quietly(scripted: str) -> None:
+    line = f"echo at length | {shlex.join(command('--url', scripted))} | head -c 8; echo ${{PIPESTATUS[1]}}"
+    ended = subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        timeout=HANG_S,
+        check=True,
+    )
+    assert ended.stdout == "You sent141\n"
+    assert "Traceback" not in ended.stderr
+    assert "BrokenPipe" not in ended.stderr
 
 
 def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
     with Terminal("--url", scripted) as terminal:
-        terminal.say("please break", "error: it broke")
+        terminal.say("please break", "error: it [2Jbroke")
         terminal.say("please garble", 'error: status 200: {"choices": [')
         terminal.say("hi", "You sent 1")
 
