@@ -36,14 +36,33 @@ def configure_logging(level: str, form: Literal["text", "json"] = "text") -> Non
     """Log one line per event to stderr. The HTTP server's own lines are logged at level debug only."""
     handler = logging.StreamHandler()
     handler.setFormatter(
-        JsonLines()
-        if form == "json"
-        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        JsonLines() if form == "json" else TextLines("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(is_news)
+
+
+class TextLines(logging.Formatter):
+    """Formats a log record as one line of text, and the lines of its traceback.
+
+    Characters that are not printable are escaped, whoever wrote them: a client's text can neither end a line nor
+    colour it.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of a method of logging
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
+
+def printable(text: str) -> str:
+    """Return a text with an escape, such as `\\x1b`, for each character that is not printable."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class JsonLines(logging.Formatter):
@@ -204,6 +223,8 @@ def log_departure(client: str | None = None, request_id: str | None = None) -> N
 def _origin(client: str | None, request_id: str | None) -> list[str]:
     """Return the parts of a log line that say where a request comes from: the client's address and the request's
     id, so far as they are known."""
+    if client is not None and not client.replace(".", "").replace(":", "").isalnum():
+        client = repr(client)  # no address: a proxy has passed on a client's own text
     return [f"from {client}"] * bool(client) + [f"request {request_id!r}"] * bool(request_id)
 
 

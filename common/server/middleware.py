@@ -11,7 +11,8 @@ both on a server without keys:
 - *DNS rebinding*: the page's own name suddenly points to this machine. Then the browser sends the page's name as
   `Host`, so the server answers only to names that no stranger controls.
 - Requests whose answers the page need not read: they cost time all the same. Browsers say in `Sec-Fetch-Site`
-  where a request comes from.
+  where a request comes from. Old browsers, and all browsers at an address without TLS that is not loopback, say it
+  in `Origin` only.
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": origins,
         "allow_methods": ["GET", "POST"],
         "allow_headers": ["*"],
+        "allow_private_network": True,  # Chrome asks for it if a public page calls a server of a private network
         "expose_headers": [REQUEST_ID, IGNORED, "Retry-After", SHOULD_RETRY],
     }
 
@@ -303,25 +305,32 @@ class OwnPages(Guard):
 
     def _is_of_another_site(self, method: str, headers: Headers) -> bool:
         follows_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
-        allowed = "*" in self._origins or headers.get("origin") in self._origins
-        return headers.get("sec-fetch-site") == "cross-site" and not follows_link and not allowed
+        origin = headers.get("origin")
+        if follows_link or "*" in self._origins or origin in self._origins:
+            return False
+        site = headers.get("sec-fetch-site")
+        if site is not None or origin is None:
+            return site == "cross-site"
+        return origin.partition("://")[2] != headers.get("host", "").lower()
 
 
 class AllowedHosts:
     """The names that the server answers to.
 
-    They are IP addresses, `localhost` and names below it, the machine's own name, the name the server listens on,
-    and the names given with `--allowed-host`. A server that other machines reach also answers to names without a
-    dot, such as names of containers: no site on the internet has such a name.
+    They are IP addresses, `localhost`, the machine's own name, the name the server listens on, names that end as
+    no name of the internet does (`LOCAL_ENDINGS`), and the names given with `--allowed-host`. If that option is
+    missing, a server that other machines reach answers to all names, because its users call it by names that it
+    cannot know. Ollama does the same.
 
     Args:
         host: the name or address the server listens on.
         others: further names; `*` stands for all.
     """
 
+    LOCAL_ENDINGS = (".localhost", ".local", ".internal")
+
     def __init__(self, host: str, others: Sequence[str] = ()) -> None:
-        self._any = "*" in others
-        self._short_names = not _is_loopback(host)
+        self._any = "*" in others or not (others or _is_loopback(host))
         known = ("localhost", socket.gethostname(), host, *others)
         self._names = {_without_port(name) for name in known}
 
@@ -332,9 +341,8 @@ class AllowedHosts:
             self._any
             or not name
             or name in self._names
-            or name.endswith(".localhost")
+            or name.endswith(self.LOCAL_ENDINGS)
             or ip_address(name) is not None
-            or (self._short_names and "." not in name)
         )
 
 

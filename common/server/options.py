@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib.metadata
 import inspect
+import ipaddress
 import logging
 import os
 import re
@@ -34,6 +35,12 @@ from common.version import project_version
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
 
+#: An `Origin` header: scheme, host, and a port that is not the scheme's own.
+_ORIGIN = re.compile(
+    r"(?!http://[^/]*:80$|https://[^/]*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?"
+)
+
+
 class CommonOptions(BaseModel):
     """Options of the server."""
 
@@ -56,8 +63,14 @@ class CommonOptions(BaseModel):
     )
     allowed_host: Names = Field(
         default_factory=list,
-        description="host name by which clients may call a server without a key, besides its addresses, localhost "
-        "and the machine's name; may be given several times; *: all names",
+        description="host name by which clients may call a server without a key, besides its addresses, localhost, "
+        "the machine's name, and names that end in .localhost, .local or .internal; may be given several times; "
+        "*: all names; default: all names if --host is no loopback address",
+    )
+    forwarded_allow_ips: Names = Field(
+        default_factory=list,
+        description="address or network of a proxy whose X-Forwarded-For header is believed, for the client's "
+        "address in the log; may be given several times; *: any; default: the header is ignored",
     )
     tool_call_parser: ToolCallParser = Field(
         default="auto",
@@ -99,10 +112,36 @@ class CommonOptions(BaseModel):
         description="seconds after SIGTERM within which running requests may end",
     )
 
-    @field_validator("served_model_name", "api_key", "cors_origin", "allowed_host", mode="before")
+    @field_validator(
+        "served_model_name", "api_key", "cors_origin", "allowed_host", "forwarded_allow_ips", mode="before"
+    )
     @classmethod
     def _split(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _refuse_what_no_browser_sends(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin not in ("*", "null", "file://") and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(
+                    f"no browser sends the origin {origin!r}; one is https://example.org or "
+                    "http://localhost:3000, in lower case, without a path or a final slash, and not a pattern"
+                )
+        return origins
+
+    @field_validator("forwarded_allow_ips")
+    @classmethod
+    def _refuse_what_is_no_address(cls, proxies: list[str]) -> list[str]:
+        for proxy in proxies:
+            if proxy != "*":
+                ipaddress.ip_network(proxy)
+        return proxies
+
+    def proxy_settings(self) -> dict[str, Any]:
+        """Return uvicorn's settings for `forwarded_allow_ips`."""
+        proxies = "*" if "*" in self.forwarded_allow_ips else self.forwarded_allow_ips
+        return {"proxy_headers": bool(proxies), "forwarded_allow_ips": proxies}
 
 
 class LimitOptions(BaseModel):
@@ -163,8 +202,7 @@ class ServerOptions(LimitOptions, CommonOptions):
     )
     admin: bool = Field(
         default=False,
-        description="answer POST /pause and POST /resume, which act on the requests of all clients; a server with "
-        "--api-key always answers them",
+        description="answer POST /pause and POST /resume, with which any client stops the requests of all clients",
     )
     engine_process: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -359,6 +397,8 @@ def explain_invalid(error: ValidationError) -> UsageError:
     field = str(first["loc"][0])
     source = f" (or {ENV_PREFIX}{field.upper()})"
     given = NONE if first["input"] is None else first["input"]
+    if first["type"] == "value_error":  # raised by a validator of ours, which names the value
+        return UsageError(f"{flag_of(field)}{source}: {first['msg'].removeprefix('Value error, ')}")
     said = first["msg"].replace("Input should be", "must be")
     must = REWORDED.get(first["type"], said)
     return UsageError(f"{flag_of(field)}{source}: {must}, not {shorten(repr(given), 100)}")

@@ -12,10 +12,11 @@ from string import Template
 
 from common.engine_front import EngineFront
 
-#: Headers that restrict the page to its own script and style, and to this server.
+#: Headers that restrict the page to its own script and style, and to this server. No other page may show it in a
+#: frame, where a user's clicks could be stolen.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }
 
 #: Parts of the viewer's script, in `viewer/`. Each part uses only the parts before it.

@@ -37,7 +37,7 @@ from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
 from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits
-from common.server.logs import configure_logging
+from common.server.logs import configure_logging, printable
 from common.server.middleware import AllowedHosts
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
@@ -84,7 +84,7 @@ def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None
 
 def exit_with(message: str, code: int) -> NoReturn:
     """Print a message as one line, and exit."""
-    print(" ".join(message.split()), file=sys.stderr)
+    print(printable(" ".join(message.split())), file=sys.stderr)
     sys.exit(code)
 
 
@@ -123,7 +123,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             step_timeout_s=options.step_timeout,
             backlogs=backlogs,
             live_view=options.live_view,
-            admin=options.admin or bool(options.api_key),
+            admin=options.admin,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             strict_fields=options.strict_fields,
@@ -142,6 +142,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
                 ws="none",
                 log_config=None,
                 access_log=options.log_level == "debug",
+                **options.proxy_settings(),
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,
             ),

@@ -76,6 +76,14 @@ def fail(phase: str, capsys: pytest.CaptureFixture[str]) -> Fail:
         (["--served-model-name", ","], "--served-model-name"),
         (["--seed", "-1"], "--seed"),
         (["--ssl-keyfile", "key.pem"], "--ssl-keyfile has no meaning without --ssl-certfile"),
+        (["--forwarded-allow-ips", "proxy"], "(or INFER_FORWARDED_ALLOW_IPS): 'proxy' does not appear to be"),
+        *(
+            (["--cors-origin", f"https://a.example,{value}"], f"no browser sends the origin '{value}'")
+            for value in (
+                *("https://b.example/", "https://B.example", "https://b.example:443", "https://*.b.example"),
+                *("chrome-extension://*", "b.example", "https://b.example/a", "http://u@b.example"),
+            )
+        ),
         *((["--root-path", value], "--root-path") for value in ("llm", "/llm/", "/", "/a?b", "http://x")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import EngineDeadError
 from common.phases import find_phase
-from common.server.logs import FIELDS, JsonLines
+from common.server.logs import FIELDS, JsonLines, TextLines
 from common.server.middleware import AnswerErrors
 from common.server.options import read_options
 from common.server.service import fingerprint_of
@@ -145,12 +145,14 @@ def test_a_page_of_a_named_origin(shared: TestClient) -> None:
     asking = origin | {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
+        "Access-Control-Request-Private-Network": "true",  # from Chrome
     }
     first = shared.options("/v1/completions", headers=asking)
     assert first.status_code == 200
     assert first.headers["access-control-allow-origin"] == "https://good.example"
     assert "POST" in first.headers["access-control-allow-methods"]
     assert "authorization" in first.headers["access-control-allow-headers"]
+    assert first.headers["access-control-allow-private-network"] == "true"
     for headers, status in ((origin | {"Authorization": "Bearer key"}, 200), (origin, 401)):
         answer = shared.get("/v1/models", headers=headers)
         assert answer.status_code == status
@@ -160,6 +162,7 @@ def test_a_page_of_a_named_origin(shared: TestClient) -> None:
 
 def test_a_page_of_another(shared: TestClient, below: TestClient) -> None:
     headers = {"Origin": "https://bad.example", "Access-Control-Request-Method": "POST"}
+    headers["Access-Control-Request-Private-Network"] = "true"
     for client in (shared, below):
         assert client.options("/v1/completions", headers=headers).status_code >= 400
         answer = client.get("/health", headers=headers)
@@ -254,6 +257,40 @@ def test_a_request_has_its_numbers_as_fields(logged: io.StringIO) -> None:
         assert 0 < end["first_token_s"] < 60
         assert 0 <= end["longest_gap_s"] < 60
         assert (refusal["status"], refusal["code"], refusal["param"]) == (422, "invalid_value", "temperature")
+
+
+def test_nothing_in_the_log_can_end_a_line_or_reach_the_terminal() -> None:
+    try:
+        raise ZeroDivisionError("red \x1b[31m\u202e")
+    except ZeroDivisionError:
+        record = logging.LogRecord(
+            "a", logging.ERROR, "", 1, "größer\r\n%s", ("\x9b2J\udcff",), sys.exc_info()
+        )
+    first, *others, last = TextLines("%(levelname)s %(message)s").format(record).split("\n")
+    assert first == r"ERROR größer\r\n\x9b2J\udcff"
+    assert others[0] == "Traceback (most recent call last):"
+    assert last == r"ZeroDivisionError: red \x1b[31m\u202e"
+
+
+@pytest.mark.parametrize(
+    ("trusted", "sent", "logged"),
+    [
+        ((), "10.9.8.7", "from 127.0.0.1,"),
+        (("--forwarded-allow-ips", "192.0.2.0/24"), "10.9.8.7", "from 127.0.0.1,"),
+        (("--forwarded-allow-ips", "10.0.0.1,127.0.0.1"), "10.9.8.7", "from 10.9.8.7,"),
+        (("--forwarded-allow-ips", "*"), "me; ended: stop", "from 'me; ended: stop',"),
+        (("--forwarded-allow-ips", "*"), "\x1b[2J 1", r"from '\x1b[2J 1',"),
+    ],
+)
+def test_the_log_believes_a_named_proxy_only(trusted: tuple[str, ...], sent: str, logged: str) -> None:
+    with ServerProcess(PHASE, "--max-seq-len", "64", *trusted) as server:
+        headers = {"X-Forwarded-For": sent}
+        body = server.body(max_tokens=1, stream=False)
+        assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        eventually(lambda: "ended" in server.log_text)
+        assert logged in server.log[-1]
+        assert "\x1b" not in server.log_text
+        server.assert_serves()
 
 
 def test_an_exception_is_one_line() -> None:

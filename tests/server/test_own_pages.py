@@ -30,6 +30,7 @@ def client() -> Iterator[TestClient]:
     [
         *("127.0.0.1", "127.0.0.1:8000", "localhost:8000", "LOCALHOST.", "infer.localhost", "[::1]:8000"),
         *("192.168.1.7:8000", "[fe80::1]", "chat.example.org", "Chat.Example.org:443", socket.gethostname()),
+        *("host.docker.internal:8000", "my-mac.local"),
     ],
 )
 def test_names_that_no_stranger_controls(client: TestClient, host: str) -> None:
@@ -43,6 +44,7 @@ def test_names_that_no_stranger_controls(client: TestClient, host: str) -> None:
         "evil.example:8000",
         "127.0.0.1.evil.example",
         "localhost.evil.example",
+        "internal.evil.example",
         "short",
         "[evil]",
     ],
@@ -64,9 +66,10 @@ def test_names_that_a_stranger_may_have_pointed_here(client: TestClient, host: s
         ("localhost", [], "infer", False),
         ("::1", [], "infer", False),
         ("0.0.0.0", [], "infer:8000", True),
-        ("::", [], "10.0.0.3", True),
-        ("0.0.0.0", [], "evil.example", False),
-        ("gpu.example", [], "gpu.example:8000", True),
+        ("::", [], "any.example", True),
+        ("0.0.0.0", ["a.example"], "any.example", False),
+        ("0.0.0.0", ["a.example"], "a.example", True),
+        ("gpu.example", ["a.example"], "gpu.example:8000", True),
         ("127.0.0.1", ["*"], "evil.example", True),
         ("127.0.0.1", ["a.example:8000"], "a.example", True),
         ("127.0.0.1", [], "", True),
@@ -105,6 +108,26 @@ def test_a_page_of_another_site_causes_no_work(client: TestClient, origin: dict[
             assert_error(client.post(path, json=BODY, headers=headers), 403, None, "cross_site")
     for path in ("/trace", "/steps"):  # as the address of a picture
         answer = client.get(path, headers=page | {"Sec-Fetch-Mode": "no-cors"})
+        assert_error(answer, 403, None, "cross_site")
+    assert client.post("/v1/completions", json=BODY, headers=LOCAL).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://127.0.0.1:8000", 200),
+        ("http://127.0.0.1:3000", 403),
+        ("https://evil.example", 403),
+        ("null", 403),
+        (ORIGIN, 200),
+    ],
+)
+def test_an_old_browsers_page_is_known_by_its_origin(client: TestClient, origin: str, status: int) -> None:
+    """Such a browser does not send `Sec-Fetch-Site`, as no browser does over HTTP to another machine."""
+    headers = LOCAL | {"Origin": origin}
+    answer = client.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == status
+    if status == 403:
         assert_error(answer, 403, None, "cross_site")
     assert client.post("/v1/completions", json=BODY, headers=LOCAL).status_code == 200
 
