@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.forwarding import Head, Whole
 
-HEALTH = "/health"
+HEALTH, METRICS = "/health", "/metrics"
 OK, SERVER_ERROR = 200, 500
 
 
@@ -125,6 +125,6 @@ def merge_resets(bodies: Mapping[str, bytes]) -> bytes:
 #: Routes whose answer is merged from all replicas, beside `HEALTH`, and the function that merges their bodies.
 MERGES: dict[str, Callable[[Mapping[str, bytes]], bytes]] = {
     "/telemetry": merge_telemetry,
-    "/metrics": merge_metrics,
+    METRICS: merge_metrics,
     "/reset_prefix_cache": merge_resets,
 }

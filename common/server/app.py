@@ -19,6 +19,7 @@ from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS
 from common.server.logs import Pulse
+from common.server.metrics import Metrics
 from common.server.middleware import (
     AllowedHosts,
     AnswerErrors,
@@ -125,6 +126,7 @@ def create_app(
         exception_handlers=HANDLERS,
     )
     app.state.server = service
+    app.state.metrics = Metrics(service)
     app.state.paths = []  # paths of all routes, to suggest one for a mistyped path
     for router in (routes.router, state_routes.router, *([state_routes.admin_router] if admin else [])):
         app.include_router(router)

@@ -7,6 +7,7 @@ with `infer:`, or with `process_` if they are about this process.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 from prometheus_client import ProcessCollector
@@ -31,21 +32,35 @@ _VLLM_COUNTERS = {
 }
 
 
+#: A page is sent again for this many times the time that writing it took. So clients that ask in a loop, which
+#: needs no key, take a twentieth of the event loop's time, and a scraper gets a new page each time.
+_REUSE = 20
+
+
 class Metrics(Collector):
-    """The metrics of one server, read anew for each scrape."""
+    """The metrics of one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._page = b""
+        self._reused_until_s = 0.0  # on the clock of `time.monotonic`
         self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus's text format, which every scraper reads, and the format's content type.
 
+        The page may be some milliseconds old (`_REUSE`).
+
         OpenMetrics is not offered. In that format `prometheus_client` writes `vllm_` for `vllm:`, and dashboards
         made for vLLM's names find nothing.
         """
         encode, content_type = choose_encoder("text/plain; version=0.0.4")
-        return encode(self), content_type
+        began_s = time.monotonic()
+        if began_s > self._reused_until_s:
+            self._page = encode(self)
+            ended_s = time.monotonic()
+            self._reused_until_s = ended_s + _REUSE * (ended_s - began_s)
+        return self._page, content_type
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()

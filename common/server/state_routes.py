@@ -13,7 +13,6 @@ from common.request import SamplingParams
 from common.server.bodies import check_model
 from common.server.errors import ApiError
 from common.server.live_view import TraceStream
-from common.server.metrics import Metrics
 from common.server.page import PAGE_HEADERS
 from common.server.replies.shapes import (
     CacheReset,
@@ -165,9 +164,9 @@ async def reset_prefix_cache(request: Request, service: Served) -> Response:
 
 @router.get("/openai/metrics", include_in_schema=False)
 @router.get("/metrics", include_in_schema=False)  # Prometheus knows its own format
-async def metrics(service: Served) -> Response:
+async def metrics(request: Request) -> Response:
     """Return all metrics in Prometheus's format."""
-    page, content_type = Metrics(service).render()
+    page, content_type = request.app.state.metrics.render()
     return Response(page, headers={"Content-Type": content_type})
 
 
@@ -215,8 +214,8 @@ async def trace(
     )
 
 
-#: Routes that act on the requests of all clients: they exist with `--admin` or `--api-key`. They are not in the
-#: OpenAPI document, which describes the routes that every server has.
+#: Routes that act on the requests of all clients: they exist with `--admin`. They are not in the OpenAPI
+#: document, which describes the routes that every server has.
 admin_router = APIRouter(include_in_schema=False)
 
 
