@@ -9,11 +9,14 @@ from common.errors import StartupError
 #: The first two make Serve pass messages quickly: over gRPC from process to process instead of through Ray's object
 #: layer, and without separate threads for our code and for routers. Serve reads them when it is imported, so they
 #: must be in the environment of every process of the cluster.
-#: The third replaces Ray's niceness of 15 for workers, so that threads with less priority than the engine (masks,
+#: Without the third, `RAY_SERVE_THROUGHPUT_OPTIMIZED` opens ports for clients beside the front's: those of Serve's
+#: proxy, and one of the front's process.
+#: The last replaces Ray's niceness of 15 for workers, so that threads with less priority than the engine (masks,
 #: grammars, large bodies) can have less.
 FAST = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_worker_niceness": "0",
 }
 

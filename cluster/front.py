@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.answer import Answer
 from cluster.forwarding import GENERATING, Forwarded, Whole, read_keys, replica_lost
-from cluster.merging import HEALTH, MERGES, health, merge
+from cluster.merging import HEALTH, MERGES, METRICS, health, merge
 from common.errors import ShuttingDownError
 from common.memory import return_freed_memory
 from common.server.bodies import Bodies, says_json
@@ -80,8 +81,14 @@ BODY_BYTES_PER_S = 4 * 2**20
 #: The longest that `/health` waits for the replicas, in seconds.
 HEALTH_WAIT_S = 5.0
 
+#: The longest that `/health` waits for the others once a replica has answered, in seconds.
+LATE_S = 0.5
+
 #: Seconds for which the replicas' answers to `/health` are used. Replicas are asked anew after a quarter of that.
 HEALTH_AGE_S = 1.0
+
+#: Seconds for which a merged answer to `/metrics` is sent again.
+METRICS_AGE_S = 0.5
 
 
 class ReplicaLostError(Exception):
@@ -134,15 +141,20 @@ class Front:
         self._bodies = Bodies(server_options.body_timeout, BODY_BYTES_PER_S)
         self._known: set[str] = set()  # names of replicas that answered once; a missing one is lost
         # When the replicas were asked for their `/health`, and their answers.
-        self._probed: tuple[float, dict[str, Whole]] = (-HEALTH_AGE_S, {})
+        self._probed: tuple[float, dict[str, Whole]] = (-math.inf, {})
         self._probing: asyncio.Task[None] | None = None
+        self._merging: asyncio.Task[Whole] | None = None  # the latest merged answer to `/metrics`
+        self._merged_s = 0.0  # when it was begun
         self._draining = False
         self._answers: set[Answer] = set()  # answers that are not complete
         self._returning = asyncio.create_task(keep_returning_memory())
         self.guarded = guarded(self._answer, server_options, is_computing=self._is_computing)
         if listen_at is not None:
             self._serving = await serve_http(
-                RequestIds(self.guarded), *listen_at, body_timeout_s=server_options.body_timeout
+                RequestIds(self.guarded),
+                *listen_at,
+                body_timeout_s=server_options.body_timeout,
+                **server_options.proxy_settings(),
             )
 
     # ------------------------------------------------------------------ the end (asked by the command)
@@ -208,8 +220,10 @@ class Front:
         if request.path == HEALTH:
             replies = await self._probe(request)
             head, body = health(replies, wanted=self._wanted, known=self._known, draining=self._draining)
+        elif request.path == METRICS:
+            head, body = await self._metrics(request)
         elif request.path in MERGES:
-            head, body = merge(request.path, await self._ask_all(request, self._wait_s))
+            head, body = await self._merge(request)
         else:
             await self._pass_on(request, answer)
             return
@@ -272,10 +286,11 @@ class Front:
             ApiError: as `_ask_all`.
         """
         if request.method != "GET":
-            return await self._ask_all(request, HEALTH_WAIT_S)
+            return await self._ask_all(request, HEALTH_WAIT_S, LATE_S)
 
         async def ask(now_s: float) -> None:
-            self._probed = (now_s, await self._ask_all(request, min(self._wait_s, HEALTH_WAIT_S)))
+            wait_s = min(self._wait_s, HEALTH_WAIT_S)
+            self._probed = (now_s, await self._ask_all(request, wait_s, LATE_S))
 
         now_s = asyncio.get_running_loop().time()
         age_s = now_s - self._probed[0]
@@ -288,18 +303,59 @@ class Front:
             await asyncio.shield(self._probing)
         return self._probed[1]
 
-    async def _ask_all(self, request: Forwarded, wait_s: float) -> dict[str, Whole]:
-        """Return the answers of all replicas that could answer, by name.
+    async def _metrics(self, request: Forwarded) -> Whole:
+        """Return the merged answer to `/metrics`, at most `METRICS_AGE_S` seconds old.
+
+        Merging takes milliseconds on the event loop, and a client needs no key to ask for it.
 
         Raises:
-            ApiError: no replica has answered, or some take longer than `wait_s`.
+            ApiError: as `_ask_all`.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if self._merging is None or (self._merging.done() and now_s - self._merged_s > METRICS_AGE_S):
+            self._merged_s = now_s
+            self._merging = asyncio.create_task(self._merge(request))
+        return await asyncio.shield(self._merging)
+
+    async def _merge(self, request: Forwarded) -> Whole:
+        """Return the merged answer to a route of `MERGES`. If a replica hangs, routes that only read answer without
+        it after `HEALTH_WAIT_S` seconds.
+
+        Raises:
+            ApiError: as `_ask_all`.
+        """
+        wait_s = self._wait_s if request.method == "POST" else min(self._wait_s, HEALTH_WAIT_S)
+        return merge(request.path, await self._ask_all(request, wait_s, wait_s))
+
+    async def _ask_all(self, request: Forwarded, wait_s: float, late_s: float) -> dict[str, Whole]:
+        """Return the answers of all replicas that could answer, by name.
+
+        Args:
+            request: the request.
+            wait_s: seconds to wait for the first answer.
+            late_s: seconds to wait for the others after the first. A replica that hangs does not answer.
+
+        Raises:
+            ApiError: no replica has answered within `wait_s`.
         """
         async with no_longer_than(wait_s):
-            replies = await self._replicas.broadcast("whole", request).results_async(return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, Exception) and not isinstance(reply, LOST):
-                logger.warning("a replica could not answer %s: %r", request.path, reply)
-        answers = {name: (head, body) for name, head, body in (r for r in replies if isinstance(r, tuple))}
+            # `results_async` would wait for all replicas, or give up the answers of all if one of them hangs.
+            asked = await self._replicas.broadcast("whole", request)._fetch_replica_results_async()
+        waiting = {asyncio.ensure_future(each.get_async()): each for each in asked}
+        await asyncio.wait(waiting, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        answered, late = await asyncio.wait(waiting, timeout=late_s)
+        for each in late:
+            waiting[each].cancel()
+            each.cancel()
+        answers = {}
+        for each in answered:
+            try:
+                name, head, body = each.result()
+                answers[name] = head, body
+            except LOST:
+                pass
+            except Exception as error:
+                logger.warning("a replica could not answer %s: %r", request.path, error)
         if not answers:
             raise no_replica()
         if len(answers) >= self._wanted:
@@ -355,7 +411,9 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-async def serve_http(app: ASGIApp, host: str, port: int, *, body_timeout_s: float) -> asyncio.Task[None]:
+async def serve_http(
+    app: ASGIApp, host: str, port: int, *, body_timeout_s: float, **settings: Any
+) -> asyncio.Task[None]:
     """Serve an app at an address, with at most `MAX_CONNECTIONS` connections. Returns the server's task once the
     server listens.
 
@@ -363,6 +421,7 @@ async def serve_http(app: ASGIApp, host: str, port: int, *, body_timeout_s: floa
         app: the ASGI app.
         host, port: the address.
         body_timeout_s: seconds for the head of a request to come. The app limits the time for the body.
+        settings: further settings of uvicorn.
 
     Raises:
         StartupError: the address cannot be used.
@@ -370,7 +429,8 @@ async def serve_http(app: ASGIApp, host: str, port: int, *, body_timeout_s: floa
     listener = bind(host, port)
     limits = ConnectionLimits(connections=allow_open_files(MAX_CONNECTIONS), receive_s=body_timeout_s)
     find_lost_peers(listener, limits.send_s)
-    server = HttpServer(Config(app, limits, lifespan="off", ws="none", log_config=None, access_log=False))
+    config = Config(app, limits, lifespan="off", ws="none", log_config=None, access_log=False, **settings)
+    server = HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.01)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import logging
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,13 +17,14 @@ from ray.serve import metrics
 
 from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
-from common.engine_thread import EngineThread
+from common.engine_process import EngineProcess
 from common.memory import freeze_objects
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.errors import from_exception
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
+from common.server.serve import SWITCH_INTERVAL_S
 from common.server.service import Service
 from common.worker import EngineWorker
 
@@ -53,7 +56,13 @@ class Replica:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         package = find_phase(phase)
         engine_config = package.Config(**config)
-        self._worker = EngineWorker(EngineThread(lambda: package.build_engine(engine_config)))
+        self._worker = EngineWorker(
+            EngineProcess(
+                functools.partial(package.build_engine, engine_config),
+                functools.partial(configure_logging, server_options.log_level, server_options.log_format),
+            )
+        )
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = await asyncio.to_thread(self._worker.build)
         names = server_options.served_model_name
         self._app = create_app(
@@ -106,7 +115,7 @@ class Replica:
 
     # ------------------------------------------------------------------ called by Serve
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:  # async, to run on the event loop
         """Check that this replica still computes. If the check raises, Serve replaces the replica.
 
         Raises:
@@ -114,7 +123,7 @@ class Replica:
         """
         self._service.require_health()
         if not self._worker.running:
-            raise RuntimeError("the engine's thread has ended")
+            raise RuntimeError("the engine's process has ended")
 
     def load(self) -> Load:
         engine = self._service.engine

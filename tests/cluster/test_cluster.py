@@ -238,13 +238,27 @@ def test_a_process_that_is_killed_hides_nothing_of_the_others(small: ServerProce
     before = set(replicas(small))
     eventually(lambda: bool(watcher.states("ok")))
     processes = psutil.Process(small.process.pid).children(recursive=True)
-    victim = next(
-        each for each in processes if " ".join(each.cmdline()).startswith("ray::ServeReplica:infer:replica")
-    )
+    of_serve = [each for each in processes if " ".join(each.cmdline()).startswith("ray::Serve")]
+    victim = next(each for each in of_serve if "infer:replica" in " ".join(each.cmdline()))
+    victim.suspend()  # the watcher must see no error while it hangs, either
+    eventually(lambda: any("lost" in states.values() for states in watcher.states("degraded")))
+    watcher.health.clear()
     victim.kill()
     eventually(lambda: any("lost" in states.values() for states in watcher.states("degraded")))
     eventually(lambda: len(set(replicas(small)) - before) == 1)
     eventually(lambda: watcher.health[-1]["status"] == "ok")
+
+
+def test_clients_find_no_port_but_the_fronts(small: ServerProcess) -> None:
+    """Serve's own HTTP servers would go around the front's checks and limits. Ray's ports speak gRPC."""
+    for process in psutil.Process(small.process.pid).children(recursive=True):
+        if not " ".join(process.cmdline()).startswith(("ray::Serve", "ray::Proxy")):
+            continue
+        for each in process.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port != small.port:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    httpx.get(f"http://127.0.0.1:{each.laddr.port}/health", timeout=HANG_S)
+    assert small.complete()["usage"]["completion_tokens"] == 8
 
 
 def test_an_engine_that_dies_is_replaced_and_its_request_is_answered_by_another(
