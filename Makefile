@@ -108,10 +108,10 @@ WITH_ENGINE := access admission chat completions constrained lifecycle limits li
   prompts_shown reasoning responses sampling_fields tokens tools tracing traffic
 
 # First as on a machine without a compiler: what the ordinary suite asks of models, of the torch references. Then the
-# server's tests with the engine in a process of its own.
+# server's tests with the engine in the server's process.
 test-forms: .venv/full
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
-	INFER_ENGINE_PROCESS=on OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(WITH_ENGINE:%=tests/server/test_%.py)
+	INFER_ENGINE_PROCESS=off OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(WITH_ENGINE:%=tests/server/test_%.py)
 
 # Needs chromium on the machine.
 test-browser: .venv/full plots

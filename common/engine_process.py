@@ -142,8 +142,12 @@ class EngineProcess:
         self._state = State()
         self._began_s: float | None = None  # when the present step began, on the clock of `time.monotonic`
         self._submitted = 0
+        # For each submission that the engine's process has not taken: `_submitted` after it, and its time.
+        self._untaken: deque[tuple[int, float]] = deque()
         self._requests: dict[str, Request] = {}
-        self._outcomes: dict[int, Future[Any]] = {}
+        self._outcomes: dict[
+            int, tuple[float, Future[Any]]
+        ] = {}  # the time of asking, and the answer to come
         self._numbers = itertools.count()
         self._unused: deque[int] = deque()  # numbers of matchers that no request needs any more
         self._unsent: list[bytes] = []  # messages from before the event loop had the socket
@@ -191,8 +195,13 @@ class EngineProcess:
 
     @property
     def step_s(self) -> float:
-        began_s = self._began_s
-        return 0.0 if began_s is None else time.monotonic() - began_s
+        """Seconds for which the engine's process owes an answer: since its present step began, or since it was sent
+        the oldest request or call that it has not taken. A process that was stopped while it was idle begins no
+        step."""
+        sent = [each for _, each in itertools.islice(self._untaken, 1)]
+        asked = [each for each, _ in itertools.islice(self._outcomes.values(), 1)]
+        now = time.monotonic()
+        return now - min(now if self._began_s is None else self._began_s, *sent, *asked, now)
 
     def start(self, deliver: Deliver, publish: Callable[[Frame | None], None]) -> None:
         self._loop, self._deliver, self._publish = asyncio.get_running_loop(), deliver, publish
@@ -217,6 +226,7 @@ class EngineProcess:
             return
         self._requests |= {request.request_id: request for request in requests}
         self._submitted += len(requests)
+        self._untaken.append((self._submitted, time.monotonic()))
         self._send("submit", [new_request(request) for request in requests])
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
@@ -261,7 +271,7 @@ class EngineProcess:
             outcome.set_exception(self.engine.dead)
             return
         number = next(self._numbers)
-        self._outcomes[number] = outcome
+        self._outcomes[number] = time.monotonic(), outcome
         self._send(kind, number, *content)
 
     def abort(self, error: Exception) -> None:
@@ -273,10 +283,19 @@ class EngineProcess:
         self._send("stop")
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Block until the process has ended, for at most `timeout_s` seconds."""
-        if self._process is not None:
+        """Block until the process has ended. Kill it after `timeout_s` seconds.
+
+        A process that was stopped, or hangs in a driver, does not see its front's end, and would keep its memory.
+        """
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("the engine's process did not end within %g s, and was killed", timeout_s)
+            self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
+                self._process.wait(1.0)
 
     def _send(self, *message: object) -> None:
         if self._writer is None:
@@ -313,6 +332,8 @@ class EngineProcess:
             self._settle(*content)
             return
         self._state, *rest = content
+        while self._untaken and self._untaken[0][0] <= self._state.taken:
+            self._untaken.popleft()
         self.engine.paused, self.engine.dead = self._state.paused, self._state.dead
         if kind == "planned":
             self._began_s, begun = rest
@@ -324,7 +345,7 @@ class EngineProcess:
             self._settle(*rest)
 
     def _settle(self, number: int, result: object, error: Exception | None) -> None:
-        outcome = self._outcomes.pop(number)
+        _, outcome = self._outcomes.pop(number)
         if not outcome.set_running_or_notify_cancel():  # its client has left
             return
         if error is None:
@@ -384,6 +405,7 @@ class EngineProcess:
         error = EngineDeadError(f"the engine's process {self._ending()}; restart the server")
         logger.error(error)
         self.engine.dead, self._began_s = error, None
+        self._untaken.clear()
         self._state = State(taken=self._submitted, dead=error)
         outputs = [fail(request, error) for request in self._requests.values()]
         self.engine.telemetry.counters.requests_failed += len(outputs)

@@ -30,8 +30,8 @@ that ends afterwards, and its pool of workers ends with it.
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its
 own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.engine_server`).
 
-If a server has more than two cores, its engine's threads are in a process of their own by default
-(`common.engine_process`). Then the event loop's process turns tokens into text and finds stop strings.
+In a server, the engine's threads are in a process of their own by default (`common.engine_process`). Then the event
+loop's process turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations

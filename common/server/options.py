@@ -204,10 +204,10 @@ class ServerOptions(LimitOptions, CommonOptions):
         default=False,
         description="answer POST /pause and POST /resume, with which any client stops the requests of all clients",
     )
-    engine_process: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="on: the engine has a process of its own, and another process speaks HTTP; auto: on if the "
-        "server may use more than two logical cores",
+    engine_process: Literal["on", "off"] = Field(
+        default="on",
+        description="on: the engine has a process of its own, and another process speaks HTTP; off: one process, "
+        "which takes less memory and is easier to debug",
     )
     trace: Path | None = Field(
         default=None,

@@ -47,8 +47,9 @@ from common.worker import EngineHost, EngineWorker
 
 logger = logging.getLogger(__name__)
 
-#: With more cores than this, the engine gets a process of its own unless the options say otherwise.
-CORES_OF_ONE_PROCESS = 2
+#: Python's own value is 5 ms. A thread that computes for long, such as one that renders a conversation, then keeps
+#: the event loop waiting for as long at each of its turns.
+SWITCH_INTERVAL_S = 3e-4
 LAST_WORDS_S = 1.0  # at shutdown, connections get at least this long to send their last bytes
 
 
@@ -95,6 +96,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
         StartupError: the port is taken, the certificate cannot be loaded, the trace's file cannot be written, or
             the engine cannot be built.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker = EngineWorker(engine_host(package, options, config))
     limits = ConnectionLimits(
         connections=allow_open_files(options.max_connections),
@@ -162,23 +164,9 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
 def engine_host(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> EngineHost:
     """Return the thread or the process that will build and run the engine."""
     build = functools.partial(package.build_engine, config)
-    if not has_engine_process(options):
+    if options.engine_process == "off":
         return EngineThread(build)
     return EngineProcess(build, functools.partial(configure_logging, options.log_level, options.log_format))
-
-
-def has_engine_process(options: ServerOptions) -> bool:
-    """Return whether the engine gets a process of its own (`--engine-process`; `auto` depends on the cores)."""
-    if options.engine_process == "auto":
-        return free_cores() > CORES_OF_ONE_PROCESS
-    return options.engine_process == "on"
-
-
-def free_cores() -> int:
-    """Return the number of logical cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def check_tls(options: ServerOptions) -> None:

@@ -102,15 +102,16 @@ class Service:
 
         Raises:
             EngineDeadError: the engine is dead. Only a new process helps.
-            ApiError: 503, the engine has been in one step for too long. Only a new process helps.
+            ApiError: 503, the engine has been in one step, or has taken no request, for too long. Only a new
+                process helps.
         """
         if self.worker.dead is not None:
             raise EngineDeadError("the engine is dead; restart the server")
         step_s = self.worker.step_s
         if self._step_timeout_s is not None and step_s > self._step_timeout_s:
             raise unavailable(
-                f"the engine's present step has taken {step_s:.0f} s, over --step-timeout "
-                f"{self._step_timeout_s:g}; restart the server",
+                f"the engine has not answered for {step_s:.0f} s, over --step-timeout {self._step_timeout_s:g}; "
+                "restart the server",
                 code="engine_stuck",
                 retry_after_s=30,
             )

@@ -72,7 +72,7 @@ def main() -> None:
     sockets.bind = bind_with_small_buffers
     logs.PULSE_EVERY_S = 1e6  # tests read every line of the log
     orders: Path | None = None
-    if serve.has_engine_process(options):
+    if options.engine_process == "on":
         orders = Path(tempfile.mkdtemp(prefix="gate-")) / "orders"
         os.mkfifo(orders)
     threading.Thread(target=obey, args=(orders,), daemon=True).start()

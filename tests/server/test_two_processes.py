@@ -1,6 +1,6 @@
-"""`--engine-process on`: answers are those of one process, and if either process ends, both end cleanly.
+"""The engine's own process: answers are those of one process, and if either process ends, both end cleanly.
 
-With `INFER_ENGINE_PROCESS=on` in the environment, other tests start their servers in this form, too.
+With `INFER_ENGINE_PROCESS=off` in the environment, other tests start their servers in one process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +28,6 @@ from common.engine_process import EngineProcess
 from common.errors import StartupError
 from common.grammar import Grammar, Matcher
 from common.phases import find_phase
-from common.server.options import read_options
-from common.server.serve import CORES_OF_ONE_PROCESS, has_engine_process
 from tests.server.support import (
     BATCH,
     HANG_S,
@@ -44,7 +43,7 @@ from tests.server.support import (
     slow_but_on,
 )
 
-ON = ("--engine-process", "on")
+ON = ("--engine-process", "on")  # whatever the environment says
 
 SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 79_999}}}
 MOST_COMPILING = 8  # requests whose grammars are compiled or wait for it
@@ -250,6 +249,40 @@ def test_the_live_view_and_traces_come_from_the_engines_process(split: ServerPro
 # ---------------------------------------------------------------------- the end of a process
 
 
+@pytest.mark.parametrize("asks", ["request", "grammar", "call"])
+def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(phase: str, asks: str) -> None:
+    """It begins no step, so the time counts from the request, the grammar or the call that it does not take."""
+    with start_split(phase, "--step-timeout", "1.5") as server:
+        server.complete(max_tokens=4, **SLOW_GRAMMAR)
+        server.begin_test()
+        time.sleep(0.5)  # until the engine's process has said that it waits for work
+        with suspended(engine_of(server.process.pid)):
+            time.sleep(2)  # longer than the timeout, but the engine owes nothing
+            assert server.client.get("/health").status_code == 200
+            ask = {
+                "request": lambda _: post(server),
+                "grammar": lambda _: post(server, max_tokens=4, **SLOW_GRAMMAR),
+                "call": lambda _: server.client.post("/reset_prefix_cache", json={}),
+            }[asks]
+            (answer,) = in_background(1, ask)
+            for path in ("/health", "/ready"):
+                eventually(lambda path=path: server.client.get(path).status_code == 503)
+                assert_error(server.client.get(path), 503, None, "engine_stuck")
+        assert answer.result(HANG_S).status_code == 200
+        assert server.client.get("/health").status_code == 200
+        server.assert_serves()
+
+
+def test_a_process_that_stays_stopped_ends_with_its_server(mortal_split: ServerProcess) -> None:
+    server, engine = mortal_split, engine_of(mortal_split.process.pid)
+    engine.suspend()
+    server.signal()
+    assert server.wait() == 0
+    assert has_ended(engine)
+    server.read_the_rest()
+    assert "the engine's process did not end within 5 s, and was killed" in server.log_text
+
+
 def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerProcess) -> None:
     server = mortal_split
     engine = engine_of(server.process.pid)
@@ -339,12 +372,3 @@ def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
 def test_an_engine_that_cannot_be_built_is_one_line(make_engine: Callable[[], Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
         EngineProcess(make_engine, functools.partial(os.nice, 0)).build()
-
-
-@pytest.mark.parametrize("cores", [1, CORES_OF_ONE_PROCESS, CORES_OF_ONE_PROCESS + 1])
-def test_auto_goes_by_the_free_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr("common.server.serve.free_cores", lambda: cores)
-    package = find_phase(PHASES[0])
-    for form, expected in (("auto", cores > 2), ("on", True), ("off", False)):
-        options, _ = read_options(package, ["--engine-process", form])
-        assert has_engine_process(options) is expected
