@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from string import ascii_lowercase
+from typing import Any
 
 from tests.faults.raw_http import Answer, CutError, Target, connect, connect_with_small_buffer, read_answer
 
@@ -26,6 +27,15 @@ PAUSE_S = 0.1
 HOLD_S = 4.0  # the time for which an attacker reads nothing
 
 COMPLETIONS = "/v1/completions"
+
+HI = {"role": "user", "content": "hi"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = {"role": "assistant", "tool_calls": [CALL | {"id": str(number)} for number in range(100)]}
+RESULTS = [{"role": "tool", "tool_call_id": "0", "content": text} for text in ("x" * 1_500_000, *[""] * 2000)]
+THOUGHTS = [
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+    for text in ("x" * 1_500_000, *[""] * 2000)
+]
 
 
 def outcome(answer: Answer) -> str:
@@ -111,6 +121,54 @@ async def unread_bytes(target: Target, draw: random.Random) -> str:
     return outcome(Answer.from_head(head.partition(b"\r\n\r\n")[0])) if head else "closed"
 
 
+async def metrics(target: Target, _: random.Random) -> str:
+    """Ask for the metrics, which need no key, ten times."""
+    async with connect(target) as (reader, writer):
+        for _ in range(10):
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            answer = await read_answer(reader, keep=False)
+        return outcome(answer)
+
+
+#: Conversations within every limit on bodies whose rendering may cost far more than their size: many messages, many
+#: calls, one long text that each further item might copy, one long text that might be read character by character.
+CONVERSATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages": ("/v1/chat/completions", {"messages": [HI] * 2040, "max_tokens": 1}),
+    "calls": ("/v1/chat/completions", {"messages": [HI, *[CALLS] * 80, HI], "max_tokens": 1}),
+    "results": ("/v1/chat/completions", {"messages": [HI, *RESULTS, HI], "max_tokens": 1}),
+    "thoughts": ("/v1/responses", {"input": [*THOUGHTS, HI], "max_output_tokens": 1}),
+    "long text": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "fox \n" * 80_000}, HI], "max_tokens": 1},
+    ),
+}
+
+
+@functools.cache
+def conversation(target: Target, name: str) -> bytes:
+    path, fields = CONVERSATIONS[name]
+    return target.post(path, **fields)
+
+
+async def rendering(target: Target, draw: random.Random) -> str:
+    """Send one of the conversations whose rendering is slow."""
+    return await ask(target, conversation(target, draw.choice(list(CONVERSATIONS))))
+
+
+@functools.cache
+def long_numbers(target: Target) -> bytes:
+    number = int("9" * 4300)
+    schema = {"enum": [0] * 400}
+    fields = {"prompt": "Once", "max_tokens": 4, "structured_outputs": {"json": schema}}
+    body = json.dumps({"model": target.model} | fields).replace("0, ", f"{number}, ").encode()
+    return target.head(COMPLETIONS, f"Content-Length: {len(body)}") + body
+
+
+async def schema_of_long_numbers(target: Target, _: random.Random) -> str:
+    """Send a schema with 400 integers of 4,300 digits, which take a quadratic time to be written as text."""
+    return await ask(target, long_numbers(target))
+
+
 Attempt = Callable[[Target, random.Random], Awaitable[str]]
 
 #: The attacks by name, each with its number of connections.
@@ -121,6 +179,9 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {
     "tokenize": (tokenize, 24),
     "prompt_logprobs": (prompt_logprobs, 2),
     "unread_bytes": (unread_bytes, 2),
+    "metrics": (metrics, 4),
+    "rendering": (rendering, 4),
+    "schema_of_long_numbers": (schema_of_long_numbers, 2),
 }
 
 

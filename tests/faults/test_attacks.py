@@ -8,6 +8,9 @@
 | two megabytes for `/tokenize`, whose clients leave | `tokenize` |
 | the scores of a longest prompt, sixteen times | `prompt_logprobs` |
 | streams that nobody reads | `unread_bytes` |
+| the metrics, again and again, without a key | `metrics` |
+| conversations that are slow to render: many messages, calls, items, a long text | `rendering` |
+| a schema with integers of 4,300 digits | `schema_of_long_numbers` |
 """
 
 from __future__ import annotations
