@@ -339,9 +339,9 @@ class _Writer:
         key = "arguments" if self._syntax == "hermes" else "parameters"
         begin = f'{{"name": {_json(function.name)}, "{key}": '
         if self._syntax == "llama3_json":
-            return f'{_literal(begin)} {_schema(schema)} "}}"'
+            return f'{_literal(begin)} {_arguments(schema)} "}}"'
         closing = self._marker(HERMES_MARKERS[1])
-        return f'{_literal(chr(10) + begin)} {_schema(schema)} "}}\\n" {closing}'
+        return f'{_literal(chr(10) + begin)} {_arguments(schema)} "}}\\n" {closing}'
 
     def _keywords(self, number: int, schema: Mapping[str, Any]) -> str:
         """Return an expression for arguments as `a=1, b=2`. Returns "" if this form cannot express the schema.
@@ -435,11 +435,11 @@ class _Writer:
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
 
-#: Keys that a schema may have if its arguments are written as keywords. The keys in the last line only describe.
-_PLAIN_KEYS = frozenset(
-    {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-    | {"title", "description", "$schema"}
-)
+#: Keys of a schema that only describe.
+_LABELS = frozenset({"title", "description", "$schema"})
+
+#: Keys that a schema may have if its arguments are written as keywords.
+_PLAIN_KEYS = _LABELS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
 def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,6 +454,13 @@ def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
 
 def _schema(schema: Mapping[str, Any]) -> str:
     return f"%json {_json({**asked(schema), 'x-guidance': JSON_OPTIONS})}"
+
+
+def _arguments(schema: Mapping[str, Any]) -> str:
+    """Return an expression for the arguments of a call, in JSON: `{}`, without space, if there are none."""
+    says = {name: value for name, value in schema.items() if name not in _LABELS}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return '"{}"' if says == nothing else _schema(schema)
 
 
 def _literal(text: str) -> str:

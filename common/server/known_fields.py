@@ -112,7 +112,7 @@ HINTS: Mapping[str, frozenset[str]] = {
         "prompt_cache_retention request_id service_tier spaces_between_special_tokens vllm_xargs",
         "conversations": "best_of return_assistant_tokens_mask return_prompt_text",
         "reasoning": "context generate_summary mode summary",
-        "items": "caller encrypted_content namespace",
+        "items": "caller encrypted_content",
         "tools of responses": "allowed_callers async defer_loading output_schema",
         "stream_options": "include_obfuscation",
         "structured_outputs": "disable_fallback",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel, ConfigDict
 
 from tests.clients.support import MAX_TOKENS, Library, assert_same, chatted, on_phases
@@ -111,6 +112,28 @@ def test_a_function_of_a_pydantic_class(client: openai.OpenAI, asked: dict[str, 
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is."}
     asked |= {"input": [*MESSAGES, call, output], "tool_choice": "auto"}
     assert client.responses.parse(**asked).output_text
+
+
+def test_a_function_of_a_namespace(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    """The tools of an MCP server as Codex sends them, beside a tool that only OpenAI runs."""
+    files: Any = {
+        "type": "namespace",
+        "name": "mcp__files__",
+        "description": "Reads files.",
+        "tools": [{"type": "function", "name": "read", "parameters": {"type": "object"}}],
+    }
+    tools: list[Any] = [{"type": "web_search"}, files]
+    response = client.responses.create(
+        **asked, tools=tools, tool_choice="required", parallel_tool_calls=False, max_output_tokens=60
+    )
+    (call,) = response.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.namespace, call.name, call.arguments) == ("mcp__files__", "read", "{}")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "A fox."}
+    conversation: list[Any] = [*MESSAGES, *response.output, result]
+    assert client.responses.create(
+        **asked | {"input": conversation}, tools=tools, max_output_tokens=4
+    ).output_text
 
 
 def test_an_answer_can_be_sent_back(client: openai.OpenAI, asked: dict[str, Any]) -> None:

@@ -345,6 +345,45 @@ def test_a_required_call_follows_its_schema(server: ServerProcess, prefix: str) 
     assert called == [("wake_owl", {})]
 
 
+FILES: dict[str, Any] = {
+    "type": "namespace",
+    "name": "files",
+    "description": "Reads files.",
+    "tools": [OWL | {"name": "read"}, {"type": "custom", "name": "patch"}],
+}
+
+
+@pytest.mark.parametrize("choice", ["required", "read", "files__read", "allowed"])
+def test_a_function_of_a_namespace_is_called_by_both_names(server: ServerProcess, choice: str) -> None:
+    """Tools that the server cannot run are skipped, and the log names each of their types once."""
+    named = {"type": "function", "name": choice}
+    only = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "web_search"}, named | {"name": "read"}],
+    }
+    fields = {
+        "tools": [{"type": "web_search"}, FILES],
+        "tool_choice": {"required": "required", "allowed": only}.get(choice, named),
+        "parallel_tool_calls": False,
+    }
+    answer = respond(server, **fields, max_output_tokens=60)
+    (item,) = answer["output"]
+    assert (item["namespace"], item["name"], item["arguments"]) == ("files", "read", "{}")
+    assert answer["tools"] == [
+        FILES | {"tools": [{"description": None} | FILES["tools"][0] | {"strict": True}]}
+    ]
+    events = stream(server, **fields, max_output_tokens=60)
+    assert events[-1]["response"]["output"][0]["namespace"] == "files"
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
+    body = {"input": [*MESSAGES, item, result], "tools": fields["tools"], "max_output_tokens": 1}
+    spelled = item | {"namespace": None, "name": "files__read"}
+    again, same = (respond(server, **body | {"input": [*MESSAGES, each, result]}) for each in (item, spelled))
+    assert again["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+    for kind in ("web_search", "custom"):
+        assert len([line for line in server.log if f"tools of type '{kind}' are skipped" in line]) == 1
+
+
 def test_a_streamed_call_has_openais_events(server: ServerProcess) -> None:
     fields = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     whole = respond(server, **fields)
@@ -444,7 +483,8 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"
         ({"input": []}, "input", "at least 1 item"),
         ({"input": "word " * 5000}, "input", "tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [FILES, FOX | {"name": "files__read"}]}, "tools[1]", "files__read"),
         ({"tools": [FOX, FOX]}, "tools[1]", "find_fox"),
         ({"tools": [FOX], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),

@@ -51,6 +51,7 @@ class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: NotRequired[Annotated[str, Field(description="of the function, if it is in one")]]
     arguments: Annotated[str, Field(description="the JSON text of an object")]
 
 

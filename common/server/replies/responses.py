@@ -61,6 +61,7 @@ class ResponseEvents(WireFormat):
 
     def __init__(self, answer: Answer, wanted: ResponsesRequest) -> None:
         super().__init__(answer)
+        self._wanted = wanted
         params = answer.streams[0].request.params
         self._settings = wanted.settings(params.temperature, params.top_p)
         self._output: list[Any] = []  # `OutputItem`s; one that is in progress is the last
@@ -120,7 +121,9 @@ class ResponseEvents(WireFormat):
                         yield from self._begin("reasoning", summary=[], content=[], encrypted_content=None)
                     yield self._piece(text)
                 case CallPart(_, call_id, name):
-                    yield from self._begin("function_call", call_id=call_id, name=name, arguments="")
+                    yield from self._begin(
+                        "function_call", call_id=call_id, **self._wanted.called(name), arguments=""
+                    )
                 case ArgumentsPart(_, text):
                     yield self._piece(text)
         if output.finished:

@@ -18,7 +18,7 @@ from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.errors import shorten
 from common.server.requests.answer_forms import naming
-from common.server.requests.forms import refuse_other_parts, text_of
+from common.server.requests.forms import refuse_other, refuse_other_parts, text_of
 from common.server.requests.generation import GenerationRequest, NewTokens, Whole
 from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages
 from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
@@ -65,8 +65,18 @@ class TemplateOptions(BaseModel):
 
     @cached_property
     def told_functions(self) -> tuple[Function, ...]:
-        """The functions in the field `tools`. Raises ApiError as `functions_of` does."""
-        return functions_of(self.tools or ())
+        """The functions in the field `tools`.
+
+        Raises:
+            ApiError: as `functions_of`; 422, a tool is not a function.
+        """
+        functions = {}
+        tools: Any = self.tools or ()
+        for number, tool in enumerate(tools):
+            name = f"tools[{number}]"
+            refuse_other(name, tool, "only tools of type 'function' are called")
+            functions[name] = tool.function.as_function()
+        return functions_of(functions)
 
     def render(self, messages: Sequence[ChatMessage], dialect: Dialect, functions: Sequence[Function]) -> str:
         """Return the conversation as the text that the model reads, with descriptions of `functions`.
@@ -116,7 +126,7 @@ class TemplateOptions(BaseModel):
         """
         for number, message in enumerate(messages):
             message.check(f"messages[{number}]")
-        functions_of(self.tools or ())
+        _ = self.told_functions  # refused here, if at all
         if self.continue_final_message and self.add_generation_prompt:
             raise refused("continue_final_message", "not together with add_generation_prompt; send one")
         variables = self.chat_template_kwargs or {}
@@ -173,10 +183,14 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         if choice in (None, "none", "auto", "required"):
             return tool_use_of(functions, choice, parallel=parallel)
         if choice.type == "function":
-            return tool_use_of(functions, "required", names=[choice.called], parallel=False)
+            return tool_use_of(functions, "required", names=self.known_as(choice.called), parallel=False)
         allowed = choice.allowed_tools
-        names = [tool.called for tool in allowed.tools]
+        names = [name for tool in allowed.tools for name in self.known_as(tool.called)]
         return tool_use_of(functions, allowed.mode, names=names, parallel=parallel)
+
+    def known_as(self, name: str) -> Sequence[str]:
+        """Return the names under which the model knows the functions that `tool_choice` names `name`."""
+        return [name]
 
     @property
     def num_prompts(self) -> int:

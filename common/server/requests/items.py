@@ -96,10 +96,12 @@ class FunctionCall(InputItem):
     type: Literal["function_call"]
     call_id: Label
     name: Label
+    namespace: Label | None = Field(default=None, description="as the answer had it")
     arguments: str = Field(description="the JSON text of an object")
 
     def as_call(self) -> ToolCall:
-        function = CalledFunction.model_construct(name=self.name, arguments=self.arguments)
+        name = flat_name(self.namespace, self.name)
+        function = CalledFunction.model_construct(name=name, arguments=self.arguments)
         return ToolCall.model_construct(id=self.call_id, function=function)
 
 
@@ -110,6 +112,7 @@ class FunctionCallOutput(InputItem):
     call_id: Label
     output: Content
     name: Label | None = Field(default=None, description="a label")
+    namespace: Label | None = Field(default=None, description="a label")
 
     def check(self, name: str) -> None:
         refuse_other_parts(f"{name}.output", self.output, TEXT_ONLY)
@@ -161,6 +164,11 @@ Input = Annotated[
     | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("as items")],
     by_type({str: "as text", list: "as items"}, "input_type", "a string or a list of items"),
 ]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name under which the model knows a function of a namespace: as in `mcp__files__read`, say."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
 def message(role: str, content: Any = "", **fields: Any) -> ChatMessage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -15,14 +16,23 @@ from common.calls import Function
 from common.grammar import Grammar
 from common.schemas import size
 from common.server.bodies import BODY, refused
+from common.server.errors import shorten
 from common.server.replies.response_shapes import Settings
 from common.server.requests.answer_forms import naming
 from common.server.requests.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
 from common.server.requests.forms import Other, by_kind
 from common.server.requests.generation import NewTokens, Whole
-from common.server.requests.items import Input, check_items, message, messages_of
+from common.server.requests.items import Input, check_items, flat_name, message, messages_of
 from common.server.requests.messages import ChatMessage
-from common.server.requests.tools import BY_CHOICE, CHOICE, FunctionFields, FunctionName, Word
+from common.server.requests.tools import (
+    BY_CHOICE,
+    CHOICE,
+    FunctionFields,
+    FunctionName,
+    Word,
+    functions_of,
+    log_once,
+)
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -51,10 +61,42 @@ class FunctionTool(FunctionFields):
     def as_function(self) -> Function:
         return dataclasses.replace(super().as_function(), strict=self.strict is not False)
 
+    def as_given(self) -> dict[str, Any]:
+        """Return the tool as a response repeats it."""
+        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", **given, "strict": self.strict is not False}
+
+
+OtherTool = SkipJsonSchema[Annotated[Other, Tag("as another")]]
+
+
+class Namespace(BaseModel):
+    """A tool in the body of responses: functions under a common name, such as those of one MCP server."""
+
+    model_config = BODY
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = Field(default=None, description="a label")
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("as a function")] | OtherTool,
+                by_kind({"function": "as a function"}),
+            ]
+        ],
+        Field(max_length=128, fail_fast=True),
+    ]
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the tool as a response repeats it."""
+        tools = [tool.as_given() for tool in self.tools if isinstance(tool, FunctionTool)]
+        return {"type": "namespace", "name": self.name, "description": self.description, "tools": tools}
+
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    by_kind({"function": "as a function"}),
+    Annotated[FunctionTool, Tag("as a function")] | Annotated[Namespace, Tag("as a namespace")] | OtherTool,
+    by_kind({"function": "as a function", "namespace": "as a namespace"}),
 ]
 
 
@@ -65,10 +107,11 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     name: FunctionName
+    namespace: str | None = Field(default=None, max_length=128, description="of the function")
 
     @property
     def called(self) -> str:
-        return self.name
+        return flat_name(self.namespace, self.name)
 
 
 class AllowedTools(BaseModel):
@@ -79,13 +122,21 @@ class AllowedTools(BaseModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedTool, Tag("as a function")] | OtherTool, by_kind({"function": "as a function"})
+            ]
+        ],
+        Field(min_length=1, max_length=128, fail_fast=True),
+    ]
 
     @property
     def allowed_tools(self) -> AllowedTools:
-        """This object, which has the fields `mode` and `tools`. In a chat request, an inner object of this name
-        has these fields."""
-        return self
+        """This object without tools of other types. In a chat request, an inner object of this name has the fields
+        `mode` and `tools`."""
+        functions = [tool for tool in self.tools if isinstance(tool, NamedTool)]
+        return self.model_copy(update={"tools": functions})
 
 
 ToolChoice = Annotated[
@@ -143,7 +194,9 @@ class ResponsesRequest(ConversationRequest):
     text: TextOptions | None = Field(default=None, description="the form of the answer")
     reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(  # type: ignore[assignment]  # chat has them in an envelope
-        default=None, description="functions that the model may call, each with a name and a JSON Schema"
+        default=None,
+        description="functions that the model may call, each with a name and a JSON Schema, and namespaces of such "
+        "functions; tools of other types are skipped",
     )
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
@@ -205,6 +258,50 @@ class ResponsesRequest(ConversationRequest):
         wanted = None if self.text is None else self.text.format
         return TextFormat(type="text") if wanted is None else wanted
 
+    @cached_property
+    def told_functions(self) -> tuple[Function, ...]:
+        functions = {}
+        for path, namespace, tool in self._tools:
+            if isinstance(tool, Other):
+                kind = shorten(tool.type, 40)
+                log_once(
+                    f"/v1/responses: tools of type {kind!r} are skipped, since this server runs no tools"
+                )
+                continue
+            function = tool.as_function()
+            functions[path] = dataclasses.replace(function, name=flat_name(namespace, function.name))
+        return functions_of(functions)
+
+    @property
+    def _tools(self) -> Iterator[tuple[str, str | None, FunctionTool | Other]]:
+        """Each tool that is no namespace: its path in the body, its namespace, and the tool."""
+        tools: Any = self.tools or ()
+        for number, tool in enumerate(tools):
+            if not isinstance(tool, Namespace):
+                yield f"tools[{number}]", None, tool
+                continue
+            for place, inner in enumerate(tool.tools):
+                yield f"tools[{number}].tools[{place}]", tool.name, inner
+
+    @cached_property
+    def _called(self) -> dict[str, dict[str, str]]:
+        """The fields of a call that name a function, by the name under which the model knows the function."""
+        return {
+            flat_name(namespace, tool.name): {"name": tool.name}
+            | ({} if namespace is None else {"namespace": namespace})
+            for _, namespace, tool in self._tools
+            if isinstance(tool, FunctionTool)
+        }
+
+    def called(self, name: str) -> Mapping[str, str]:
+        """Return the fields of a call that name its function. `name`: the name under which the model knows it."""
+        return self._called[name]
+
+    def known_as(self, name: str) -> Sequence[str]:
+        if name in self._called:
+            return [name]
+        return [flat for flat, called in self._called.items() if called["name"] == name] or [name]
+
     def settings(self, temperature: float, top_p: float) -> Settings:
         """Return the fields of the request that a response repeats.
 
@@ -213,7 +310,7 @@ class ResponsesRequest(ConversationRequest):
             top_p: the `top_p` in effect.
         """
         reasoning = self.reasoning or ReasoningOptions()
-        choice: Any = self.tool_choice
+        choice: Any = self.tool_choice or "auto"
         tools: Any = self.tools or ()
         return {
             "background": False,
@@ -230,19 +327,8 @@ class ResponsesRequest(ConversationRequest):
             "store": False,
             "temperature": temperature,
             "text": _written({"format": self._format.model_dump(by_alias=True, exclude_none=True)}),
-            "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
-            "tools": _written(
-                [
-                    {
-                        "type": "function",
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": tool.parameters,
-                        "strict": tool.strict is not False,
-                    }
-                    for tool in tools
-                ]
-            ),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tools": _written([tool.as_given() for tool in tools if not isinstance(tool, Other)]),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": top_p,
             "truncation": self.truncation or "disabled",

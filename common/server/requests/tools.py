@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
@@ -17,7 +17,7 @@ from common.calls import Call, Function, ToolUse
 from common.errors import InvalidGrammarError
 from common.schemas import size
 from common.server.bodies import BODY, refused
-from common.server.requests.forms import Other, by_kind, refuse_other
+from common.server.requests.forms import Other, by_kind
 
 logger = logging.getLogger(__name__)
 
@@ -138,18 +138,15 @@ ToolChoice = Annotated[
 ]
 
 
-def functions_of(tools: Sequence[Any]) -> tuple[Function, ...]:
-    """Return the functions that the items of the field `tools` describe.
+def functions_of(tools: Mapping[str, Function]) -> tuple[Function, ...]:
+    """Return the functions that the field `tools` describes. `tools` has them by their paths in the body.
 
     Raises:
-        ApiError: 422, a tool is not a function, two have the same name, or a schema's type is not object,
+        ApiError: 422, two functions have the same name, or a schema's type is not object,
             or a schema has an integer that is too long.
     """
     functions: dict[str, Function] = {}
-    for number, tool in enumerate(tools):
-        name = f"tools[{number}]"
-        refuse_other(name, tool, "only tools of type 'function' are called")
-        function: Function = tool.function.as_function()
+    for name, function in tools.items():
         if function.name in functions:
             raise refused(name, f"there is another function named {function.name!r}")
         if function.parameters.get("type", "object") != "object":
@@ -180,18 +177,19 @@ def tool_use_of(
         parallel: several calls in one answer are allowed.
 
     Raises:
-        ApiError: 422, one of the names is not that of a function, or a call is required and there is no function.
+        ApiError: 422, one of the names is not that of a function, or a call is required and no function may be
+            called.
     """
     for name in names or ():
         if all(name != function.name for function in functions):
             raise refused("tool_choice", f"there is no function {name!r} among the tools")
     if choice == "none":
         return None
-    if not functions:
+    allowed = tuple(each for each in functions if names is None or each.name in names)
+    if not allowed:
         if choice == "required":
             raise refused("tool_choice", "'required' needs tools; send some, or leave it out")
         return None
-    allowed = tuple(each for each in functions if names is None or each.name in names)
     return ToolUse(tuple(functions), allowed, required=choice == "required", parallel=parallel)
 
 
