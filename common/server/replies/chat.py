@@ -25,6 +25,7 @@ from common.server.replies.shapes import (
     ChatReason,
     Delta,
     FunctionDelta,
+    Usage,
 )
 from common.server.requests.chat import ChatRequest
 
@@ -70,6 +71,13 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
             self._sent_prompt = True
             show_prompt(chunk, answer, answer.choices[0].prompt)
         return chunk
+
+    def usage(self, choice: Choice, part: ChatChunkChoice) -> Usage:
+        usage = super().usage(choice, part)
+        if "role" in part["delta"]:  # comes before the first token
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            usage["completion_tokens_details"]["reasoning_tokens"] = 0
+        return usage
 
     def empty_choice(self, choice: Choice) -> Mapping[str, object]:
         return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": None}

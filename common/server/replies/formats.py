@@ -43,6 +43,7 @@ from common.server.replies.shapes import (
     ErrorEvent,
     OpenAIReason,
     PromptTokens,
+    Usage,
     event,
 )
 from common.server.requests.generation import GenerationRequest, StreamOptions
@@ -95,11 +96,16 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         if output.error is not None:
             return event(error_event(self.answer, output, self.empty_choice(choice)))
-        chunks = [self.chunk([each]) for each in self.choices(choice, output)]
+        parts = list(self.choices(choice, output))
+        chunks = [self.chunk([part]) for part in parts]
         if self.include_usage:  # then every chunk has the key, with null unless usage is continuous
-            for chunk in chunks:
-                chunk["usage"] = choice.usage() if self.continuous_usage else None
+            for part, chunk in zip(parts, chunks, strict=True):
+                chunk["usage"] = self.usage(choice, part) if self.continuous_usage else None
         return b"".join(map(event, chunks))
+
+    def usage(self, choice: Choice, part: ChoiceT) -> Usage:  # noqa: ARG002 - of chat, whose first has no token
+        """Return the token counts of a choice up to and including the choice object `part`."""
+        return choice.usage()
 
     def closing(self) -> bytes:
         if not self.include_usage:
