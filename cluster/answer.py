@@ -6,8 +6,7 @@ import orjson
 from starlette.types import Send
 
 from cluster.forwarding import Ended, Head, Part
-from common.server.errors import ApiError, status_at
-from common.server.replies.shapes import json_response
+from common.server.errors import ApiError, error_response
 
 ERROR, UNAVAILABLE = 400, 503
 
@@ -91,7 +90,7 @@ class Answer:
         event. The replica supplied these events when the stream began.
         """
         if not self.begun:
-            response = json_response(error.body(), status_at(self._path, error), error.headers)
+            response = error_response(self._path, error, None)
             await self.add(Head(response.status_code, tuple(response.raw_headers)))
             await self.add(bytes(response.body))
         else:

@@ -33,6 +33,7 @@ GENERATING = frozenset(
         "/openai/v1/chat/completions",
         "/v1/responses",
         "/openai/v1/responses",
+        "/v1/messages",
     }
 )
 
@@ -129,6 +130,8 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
         prompt, salt = sent.get("messages", sent.get("prompt")), sent.get("cache_salt") or ""
         if "input" in sent:
             prompt = {"instructions": sent.get("instructions"), "input": sent["input"]}
+        if "system" in sent:
+            prompt = {"system": sent["system"], "messages": prompt}
         several = isinstance(prompt, list) and "messages" not in sent and not isinstance(prompt[0], int)
         first = prompt[0] if several else prompt
         text = first.encode() if isinstance(first, str) else orjson.dumps(first)

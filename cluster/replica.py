@@ -11,7 +11,6 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-import orjson
 from ray import serve
 from ray.serve import metrics
 
@@ -21,7 +20,7 @@ from common.engine_process import EngineProcess
 from common.memory import freeze_objects
 from common.phases import find_phase
 from common.server.app import create_app
-from common.server.errors import from_exception
+from common.server.errors import error_response, from_exception
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
 from common.server.serve import SWITCH_INTERVAL_S
@@ -102,7 +101,8 @@ class Replica:
                 streams = streams or any(isinstance(part, Head) and part.ends for part in ready)
                 if streams and not begun and self._worker.dead is not None:
                     error = from_exception(self._worker.dead)
-                    yield [Head(error.status, ()), orjson.dumps(error.body())]
+                    refusal = error_response(request.path, error, None)
+                    yield [Head(refusal.status_code, ()), bytes(refusal.body)]
                     return
                 begun = begun or any(isinstance(part, bytes) for part in ready)
                 yield ready

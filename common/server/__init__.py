@@ -26,11 +26,12 @@ Modules beside this path:
 | module | holds |
 | --- | --- |
 | `app` | the app: middleware, routes and error handlers put around an engine |
+| `api/` | endpoints that have body, answer and routes in one file: Anthropic's messages |
 | `state_routes` | the routes that make no text: models, health, telemetry, traces, administration |
 | `service` | the objects that all routes share |
 | `serve`, `options` | the command: signals, draining, exit code; flags, environment, `--help` |
 | `sockets` | listening; limits of the operating system; closing without a reset |
-| `errors` | one JSON shape for all errors, and their statuses |
+| `errors` | the JSON shape of errors, and their statuses |
 | `openapi` | the OpenAPI document |
 | `logs`, `metrics` | lines of the log; numbers for Prometheus |
 | `live_view` | steps and traces of the running engine |

@@ -15,6 +15,7 @@ from common.engine import Engine
 from common.engine_front import EngineFront
 from common.engine_thread import EngineThread
 from common.server import routes, state_routes
+from common.server.api import messages
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies
 from common.server.errors import HANDLERS
@@ -128,7 +129,12 @@ def create_app(
     app.state.server = service
     app.state.metrics = Metrics(service)
     app.state.paths = []  # paths of all routes, to suggest one for a mistyped path
-    for router in (routes.router, state_routes.router, *([state_routes.admin_router] if admin else [])):
+    for router in (
+        routes.router,
+        messages.router,
+        state_routes.router,
+        *([state_routes.admin_router] if admin else []),
+    ):
         app.include_router(router)
         app.state.paths += [route.path for route in router.routes if isinstance(route, APIRoute)]
     app.add_middleware(HeadAsGet)

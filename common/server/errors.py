@@ -3,6 +3,9 @@
 ```json
 {"error": {"message": "…", "type": "invalid_request_error", "param": "max_tokens", "code": "invalid_value"}}
 ```
+
+On the routes of Anthropic's API, `"type": "error"` and the request's id stand beside `error`, whose type is one of
+Anthropic's.
 """
 
 from __future__ import annotations
@@ -27,12 +30,15 @@ from common.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from common.server.replies.shapes import ErrorResponse, json_response
+from common.server.replies.shapes import ErrorDetail, ErrorResponse, MessagesError, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
 #: Prefix of the routes whose answers are exactly like OpenAI's, statuses included.
 STRICT_PREFIX = "/openai/"
+
+#: The first of Anthropic's routes, and the beginning of the others.
+MESSAGES_PATH = "/v1/messages"
 
 SHOULD_RETRY = "x-should-retry"  # header: whether OpenAI's libraries should send the request again
 
@@ -40,6 +46,18 @@ INVALID_REQUEST = "invalid_request_error"
 OVERLOADED = "overloaded_error"
 UNAVAILABLE = "unavailable_error"
 SERVER_ERROR = "server_error"
+
+#: Anthropic's types of errors by status. Other statuses have `invalid_request_error`.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: OVERLOADED,
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -78,6 +96,14 @@ class ApiError(Exception):
         """Return the body of the error's answer, a JSON object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def messages_body(self, request_id: str | None) -> MessagesError:
+        """Return the body of the error's answer in Anthropic's form."""
+        error: ErrorDetail = {
+            **self.body()["error"],
+            "type": _MESSAGES_TYPES.get(self.status, INVALID_REQUEST),
+        }
+        return {"type": "error", "error": error, "request_id": request_id}
+
 
 def shorten(text: str, limit: int) -> str:
     """Cut a text that a client wrote, which may be megabytes long, to at most `limit` characters."""
@@ -97,10 +123,22 @@ def internal_error() -> ApiError:
 def status_at(path: str, error: ApiError) -> int:
     """Return the HTTP status of an error on the route `path`.
 
-    Routes under `/openai/` answer 400 instead of 422, as OpenAI does. The other routes tell a malformed request
-    (400) from a request that cannot be served (422).
+    Routes under `/openai/` and Anthropic's answer 400 instead of 422, as OpenAI and Anthropic do. The other routes
+    tell a malformed request (400) from a request that cannot be served (422).
     """
-    return 400 if error.status == 422 and path.startswith(STRICT_PREFIX) else error.status
+    strict = path.startswith(STRICT_PREFIX) or is_anthropics(path)
+    return 400 if error.status == 422 and strict else error.status
+
+
+def is_anthropics(path: str) -> bool:
+    """Return whether a route belongs to Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def error_response(path: str, error: ApiError, request_id: str | None) -> Response:
+    """Return the answer to a request on the route `path` that ends with `error`."""
+    body = error.messages_body(request_id) if is_anthropics(path) else error.body()
+    return json_response(body, status_at(path, error), error.headers)
 
 
 def from_exception(error: Exception) -> ApiError:
@@ -137,8 +175,8 @@ def from_exception(error: Exception) -> ApiError:
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:
-    api_error = from_exception(error)
-    return json_response(api_error.body(), status_at(request.url.path, api_error), api_error.headers)
+    request_id = getattr(request.state, "request_id", None)
+    return error_response(request.url.path, from_exception(error), request_id)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
@@ -160,12 +198,8 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     return await answer_api_error(request, api_error)
 
 
-_CHAT_INSTEAD = "chat is: POST /v1/chat/completions"
-
 #: Hints for requests to routes of other servers, by the end of the path.
 _ELSEWHERE = {
-    "/v1/messages": f"Anthropic's messages are not served, {_CHAT_INSTEAD}",
-    "/v1/messages/count_tokens": "Anthropic's messages are not served; POST /tokenize counts tokens",
     "/embeddings": "embeddings are not served: this server's models write text. Run an embedding model beside it, "
     "with llama.cpp's llama-server --embedding or Hugging Face's text-embeddings-inference",
     "/docs": "the routes are described in /openapi.json, and the page at / has a form for chat",

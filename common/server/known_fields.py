@@ -76,17 +76,19 @@ UNIMPLEMENTED: Mapping[str, Mapping[str, Unimplemented]] = {
         "documents": Unimplemented("put documents into a message", ([],)),
         "include_reasoning": Unimplemented("thoughts have their own field", (True,)),
     },
+    "responses, Anthropic's messages": {
+        "echo": Unimplemented(_ONE_ANSWER, (False,)),
+        "n": Unimplemented(_ONE_ANSWER, (1,)),
+        "prompt_logprobs": Unimplemented(_ONE_ANSWER),
+        "return_token_ids": Unimplemented(_ONE_ANSWER, (False,)),
+    },
     "responses": {
         "background": Unimplemented("a response is not computed later: stream it", (False,)),
         "conversation": Unimplemented(_NOTHING_STORED),
-        "echo": Unimplemented(_ONE_ANSWER, (False,)),
         "image": Unimplemented(_READS_TEXT, ({},)),
-        "n": Unimplemented("a response is one answer; completions and chat have n", (1,)),
         "previous_input_messages": Unimplemented(_NOTHING_STORED),
         "previous_response_id": Unimplemented(_NOTHING_STORED),
         "prompt": Unimplemented(_NOTHING_STORED),
-        "prompt_logprobs": Unimplemented(_ONE_ANSWER),
-        "return_token_ids": Unimplemented(_ONE_ANSWER, (False,)),
     },
     "messages": {
         "audio": Unimplemented(_READS_TEXT),
@@ -111,6 +113,7 @@ HINTS: Mapping[str, frozenset[str]] = {
         "length_penalty media_io_kwargs max_tool_calls mm_processor_kwargs moderation prompt_cache_options "
         "prompt_cache_retention request_id service_tier spaces_between_special_tokens vllm_xargs",
         "conversations": "best_of return_assistant_tokens_mask return_prompt_text",
+        "Anthropic's messages": "container diagnostics inference_geo speed user_profile_id workspace_id",
         "reasoning": "context generate_summary mode summary",
         "items": "caller encrypted_content",
         "tools of responses": "allowed_callers async defer_loading output_schema",

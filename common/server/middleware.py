@@ -34,9 +34,15 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.server.errors import SHOULD_RETRY, ApiError, internal_error, shorten
+from common.server.errors import (
+    SHOULD_RETRY,
+    ApiError,
+    error_response,
+    internal_error,
+    is_anthropics,
+    shorten,
+)
 from common.server.logs import log_refusal
-from common.server.replies.shapes import json_response
 
 #: Paths that need no key. They tell nothing about requests, and monitoring has no key. A browser that opens the
 #: page has none either: the page asks for it, and sends it with its requests.
@@ -44,6 +50,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/", "/ready", "/metrics", "/open
 
 REQUEST_ID = "x-request-id"
 IGNORED = "x-infer-ignored"  # header: paths of the body's fields that the server does not know
+MESSAGES_REQUEST_ID = "request-id"  # the same, where Anthropic's libraries look for it
 
 _REQUEST_ID_FORM = re.compile(r"[!-~]{1,128}")  # ASCII without spaces: it is written into a log
 
@@ -181,7 +188,7 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
         "allow_methods": ["GET", "POST"],
         "allow_headers": ["*"],
         "allow_private_network": True,  # Chrome asks for it if a public page calls a server of a private network
-        "expose_headers": [REQUEST_ID, IGNORED, "Retry-After", SHOULD_RETRY],
+        "expose_headers": [REQUEST_ID, MESSAGES_REQUEST_ID, IGNORED, "Retry-After", SHOULD_RETRY],
     }
 
 
@@ -216,6 +223,8 @@ class RequestIds(Middleware):
                 headers[REQUEST_ID] = request_id
                 if "ignored" in state:
                     headers[IGNORED] = state["ignored"]
+                if is_anthropics(scope["path"]):
+                    headers[MESSAGES_REQUEST_ID] = request_id
             await send(message)
 
         await self.app({**scope, "state": state}, receive, send_with_id)
@@ -428,7 +437,7 @@ async def refuse(
     """Send a refusal instead of the app's answer, and log it, with the traceback of `error` if there is one."""
     request_id = scope.get("state", {}).get("request_id")  # None if the client's own id was refused
     log_refusal(refusal, refusal.status, error or refusal, client=client_of(scope), request_id=request_id)
-    await json_response(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
+    await error_response(scope["path"], refusal, request_id)(scope, receive, send)
 
 
 def client_of(scope: Scope) -> str | None:

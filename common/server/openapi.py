@@ -11,6 +11,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from common.engine_front import EngineFront
+from common.server.api.messages import EventType as MessageEventType
+from common.server.api.messages import Message, MessageEvent, MessagesRequest, TokenCount
 from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
 from common.server.replies.response_shapes import EventType, ResponseEvent, ResponseObject
@@ -24,6 +26,7 @@ from common.server.replies.shapes import (
     ErrorResponse,
     Health,
     InputTokens,
+    MessagesError,
     ModelCard,
     ModelList,
     PlainCompletion,
@@ -78,6 +81,7 @@ class Documented:
     errors: Mapping[int, str] = field(default_factory=dict)
     body: type[Any] | None = None
     stream: Stream | None = None
+    failure: type[Any] = ErrorResponse  # the shape of its errors
 
 
 _MALFORMED = "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist"
@@ -161,6 +165,14 @@ _RESPONSE_EVENTS = Stream(
     ResponseEvent,
     names=get_args(EventType),
 )
+_MESSAGE_EVENTS = Stream(
+    "Server-sent events with the names of their `type`. `message_start` comes first; `message_stop` or `error` "
+    "comes last.",
+    'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
+    '"delta":{"type":"text_delta","text":"Hello"}}\n\n',
+    MessageEvent,
+    names=get_args(MessageEventType),
+)
 _MODELS = Documented(ModelList, "The served model")
 _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
 
@@ -174,6 +186,21 @@ ROUTES: dict[str, Documented] = {
     "/v1/responses": Documented(ResponseObject, _RESPONSE, _NATIVE, ResponsesRequest, _RESPONSE_EVENTS),
     "/openai/v1/responses": Documented(
         ResponseObject, _RESPONSE, _STRICT, ResponsesRequest, _RESPONSE_EVENTS
+    ),
+    "/v1/messages": Documented(
+        Message,
+        "The message, complete, or an event stream of it",
+        _STRICT,
+        MessagesRequest,
+        _MESSAGE_EVENTS,
+        MessagesError,
+    ),
+    "/v1/messages/count_tokens": Documented(
+        TokenCount,
+        "The number of tokens of the prompt",
+        {status: reason for status, reason in _STRICT.items() if status != 504},
+        MessagesRequest,
+        failure=MessagesError,
     ),
     "/v1/models": _MODELS,
     "/openai/v1/models": _MODELS,
@@ -233,12 +260,14 @@ def openapi_document(
         openapi_version="3.1.0",
         servers=[{"url": root_path}] if root_path else None,
     )
-    models: set[type[Any] | None] = {ErrorResponse}
+    models: set[type[Any] | None] = {ErrorResponse, MessagesError}
     for path, route in ROUTES.items():
         (operation,) = document["paths"][path].values()
         _describe(operation, route)
         models |= {route.answer, route.body, None if route.stream is None else route.stream.data}
     schemas = _schemas(model for model in models if model is not None)
+    # Its other limits do not hold for a count of tokens.
+    schemas["MessagesRequest"]["properties"]["model"]["anyOf"][0]["enum"] = list(limits.models)
     for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
         _add_limits(schemas[name]["properties"], engine, limits)
     schemas["CompletionRequest"]["properties"]["max_tokens"]["anyOf"][0]["maximum"] = engine.max_seq_len - 1
@@ -263,7 +292,7 @@ def _describe(operation: dict[str, Any], route: Documented) -> None:
     for status, reason in route.errors.items():
         responses[str(status)] = {
             "description": reason,
-            "content": {"application/json": {"schema": _reference(ErrorResponse)}},
+            "content": {"application/json": {"schema": _reference(route.failure)}},
             **({"headers": _HEADERS[status]} if status in _HEADERS else {}),
         }
     operation["responses"] = responses

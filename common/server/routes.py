@@ -143,6 +143,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
             stream_events(wire, encoding),
             on_close=close,
             backlogs=service.backlogs,
+            ping=wire.ping,
             ping_s=service.ping_s,
             ends=StreamEnds(wire),
         )

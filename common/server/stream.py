@@ -62,6 +62,7 @@ class Stream(Response):
         backlogs: counts this stream's backlog.
         waits: produce the next chunk only after the client has taken the previous one, for live updates, where an
             old chunk is worthless.
+        ping: bytes without a meaning that keep idle connections open; None: those of the class.
         ping_s: seconds between pings.
         ends: writes the stream's last events for a process that passes the stream on. None: the stream breaks off
             if that process loses this process.
@@ -72,7 +73,7 @@ class Stream(Response):
     """
 
     headers_of_all: ClassVar[Mapping[str, str]]
-    ping: ClassVar[bytes]
+    ping: bytes
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Stream(Response):
         on_close: Callable[[str | None], None],
         backlogs: Backlogs,
         waits: bool = False,
+        ping: bytes | None = None,
         ping_s: float = 15.0,
         ends: StreamEnds | None = None,
     ) -> None:
@@ -90,6 +92,7 @@ class Stream(Response):
         self.on_close = on_close
         self.backlogs = backlogs
         self.waits = waits
+        self.ping = self.ping if ping is None else ping
         self.ping_s = ping_s
         self.ends = ends
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **self.headers_of_all})

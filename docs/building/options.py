@@ -14,6 +14,7 @@ from benchmarks.calibrate import LOADS
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from cluster.options import ClusterOptions
 from common.phases import find_phase, phase_names
+from common.server.api.messages import MessagesRequest
 from common.server.known_fields import HINTS, UNIMPLEMENTED
 from common.server.options import CommonOptions, ServerOptions, flag_of
 from common.server.requests.chat import ChatRequest
@@ -66,7 +67,12 @@ def fields_table(
     return table([head, "default", "meaning", "values"], rows, "llll")
 
 
-BODIES = {"completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest}
+BODIES = {
+    "completions": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
 
 
 def request_fields_table(route: str) -> str:

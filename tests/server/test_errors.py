@@ -244,9 +244,6 @@ def test_one_bad_prompt_refuses_the_whole_list(server: ServerProcess) -> None:
 # ---------------------------------------------------------------------- 404, 405
 
 
-CHAT_IS_SERVED = "chat is: POST /v1/chat/completions"
-
-
 @pytest.mark.parametrize(
     ("path", "says"),
     [
@@ -254,7 +251,6 @@ CHAT_IS_SERVED = "chat is: POST /v1/chat/completions"
         ("/nowhere", "no such route; see /openapi.json"),
         ("/docs", "/openapi.json, and the page at /"),
         *((f"{prefix}/embeddings", "embeddings are not served") for prefix in PREFIXES),
-        ("/v1/messages", f"Anthropic's messages are not served, {CHAT_IS_SERVED}"),
         ("/api/tags", "Ollama's API is not served, OpenAI's is: GET /v1/models"),
         *(
             (f"/api/{name}", "Ollama's API is not served")

@@ -7,12 +7,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.responses import ResponseTextConfigParam
 from openai.types.shared_params import Reasoning as ReasoningParam
 
+from common.server.api.messages import MessagesRequest
 from common.server.bodies import Body, Limits, parse
 from common.server.errors import ApiError
 from common.server.known_fields import HINTS, MOST_NAMES, UNIMPLEMENTED
@@ -37,6 +39,8 @@ PLACES: dict[str, Place] = {
     "all bodies": (CompletionRequest, lambda fields: COMPLETION | fields),
     "completions": (CompletionRequest, lambda fields: COMPLETION | fields),
     "conversations": (ChatRequest, lambda fields: CHAT | fields),
+    "responses, Anthropic's messages": (ResponsesRequest, lambda fields: RESPONSE | fields),
+    "Anthropic's messages": (MessagesRequest, lambda fields: CHAT | fields),
     "responses": (ResponsesRequest, lambda fields: RESPONSE | fields),
     "messages": (
         ChatRequest,
@@ -152,15 +156,16 @@ def test_hints_are_accepted_with_any_value(place: str) -> None:
         assert not send(form, body(dict.fromkeys(HINTS[place], value))).ignored
 
 
-# ---------------------------------------------------------------------- fields of OpenAI and vLLM
+# ---------------------------------------------------------------------- fields of OpenAI, Anthropic and vLLM
 
 
-def test_every_field_of_openais_library_is_known() -> None:
+def test_every_field_of_the_vendors_libraries_is_known() -> None:
     client = openai.OpenAI(api_key="none", base_url="http://localhost:1")
     for form, create in (
         (ChatRequest, client.chat.completions.create),
         (CompletionRequest, client.completions.create),
         (ResponsesRequest, client.responses.create),
+        (MessagesRequest, anthropic.Anthropic(api_key="none").messages.create),
     ):
         not_sent = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
         assert set(inspect.signature(create).parameters) - not_sent <= known(form), form
@@ -173,7 +178,7 @@ def test_every_field_of_openais_library_is_known() -> None:
 
 
 def known(form: Any) -> set[str]:
-    names = set(form.model_fields)
+    names = set(form.model_fields) | HINTS["everywhere"]
     for place in getattr(form, "places", ()):
         names |= UNIMPLEMENTED.get(place, {}).keys() | HINTS.get(place, set())
     return names

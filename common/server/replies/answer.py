@@ -269,9 +269,11 @@ class WireFormat(ABC):
 
     Attributes:
         last: the bytes that every stream of this format ends with, however its choices ended.
+        ping: the event without a meaning that keeps idle connections open; None: a comment.
     """
 
     last: ClassVar[bytes]
+    ping: ClassVar[bytes | None] = None
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer

@@ -38,9 +38,16 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorResponse(TypedDict):
-    """The JSON body of an error, the same on all routes."""
+    """The JSON body of an error, the same on all routes but Anthropic's."""
 
     error: ErrorDetail
+
+
+class MessagesError(ErrorResponse):
+    """The JSON body of an error on Anthropic's routes."""
+
+    type: Literal["error"]
+    request_id: str | None
 
 
 class ErrorEvent(ErrorResponse):

@@ -182,7 +182,12 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(ConversationRequest):
     """The body of `POST /v1/responses`. null means the default, for all but `input`."""
 
-    places: ClassVar[tuple[str, ...]] = ("all bodies", "conversations", "responses")
+    places: ClassVar[tuple[str, ...]] = (
+        "all bodies",
+        "conversations",
+        "responses, Anthropic's messages",
+        "responses",
+    )
 
     input: Input = Field(
         description="a text, or a list of items: messages, reasoning, function calls and their outputs"

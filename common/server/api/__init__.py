@@ -1,0 +1,1 @@
+"""Endpoints whose body, answer and routes stand in one file."""

@@ -1,0 +1,639 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's API, translated to what chat does.
+
+| Anthropic | as chat has it |
+| --- | --- |
+| `system` | a message of the system |
+| blocks `text` | the message's content |
+| blocks `thinking`; `redacted_thinking` | `reasoning_content`; left out |
+| blocks `tool_use` | `tool_calls` |
+| blocks `tool_result` | messages of the role `tool` |
+| `tools`: `input_schema`; tools that a server runs | `parameters`; left out |
+| `tool_choice`: `any`, `tool`; `disable_parallel_tool_use` | `required`, a function; `parallel_tool_calls` |
+| `thinking` | `enable_thinking` in `chat_template_kwargs` |
+| `output_config`: `effort`, `format` | `reasoning_effort`, `response_format` |
+
+The stream of an answer:
+
+```text
+event: message_start               before the first token
+event: ping                        again whenever nothing else was sent for a while
+event: content_block_start         a block begins: thinking, text or tool_use
+event: content_block_delta             thinking_delta, text_delta or input_json_delta: a piece of it
+event: content_block_stop
+event: message_delta               why the answer ends, and its usage
+event: message_stop                or error: the answer failed
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+import orjson
+from fastapi import APIRouter
+from pydantic import BaseModel, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import from_json, to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from common.grammar import Grammar
+from common.request import StepOutput
+from common.server.bodies import BODY, refused
+from common.server.errors import from_exception
+from common.server.replies.answer import Answer, Choice, WireFormat
+from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.replies.shapes import ErrorDetail, event, json_response
+from common.server.requests import messages as chat
+from common.server.requests.chat import EFFORT, ConversationRequest, ReasoningEffort
+from common.server.requests.forms import Other, by_kind, by_type, refuse_other, refuse_other_parts
+from common.server.requests.generation import StopString
+from common.server.requests.items import Label, message
+from common.server.requests.tools import (
+    CalledFunction,
+    FunctionFields,
+    Named,
+    NamedTool,
+    ToolCall,
+)
+from common.server.routes import Route, generate, streams_if_asked_to
+from common.server.service import Served
+from common.server.stream import while_connected
+
+router = APIRouter()
+
+#: How Claude Code's first block of `system` begins. Its text differs in each request, so no prefix would be cached.
+BILLING = "x-anthropic-billing-header"
+
+#: Chat's word for each `tool_choice` that names no tool.
+CHOICES: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+
+# ---------------------------------------------------------------------- the body
+
+
+class TextBlock(BaseModel):
+    """A text."""
+
+    model_config = BODY
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(BaseModel):
+    """The model's thoughts in an earlier answer. The template decides whether the model reads them again."""
+
+    model_config = BODY
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field(default="", description="not read")
+
+
+class RedactedThinkingBlock(BaseModel):
+    """Thoughts that only their maker can read: left out."""
+
+    model_config = BODY
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUseBlock(BaseModel):
+    """A call of a tool in an earlier answer."""
+
+    model_config = BODY
+
+    type: Literal["tool_use"]
+    id: Label
+    name: Label
+    input: dict[str, Any]
+
+
+_BY_CONTENT = by_type({str: "as text", list: "as blocks"}, "content_type", "a string, or a list of blocks")
+_Another = SkipJsonSchema[Annotated[Other, Tag("as another")]]
+_Text = Annotated[Annotated[TextBlock, Tag("as a text")] | _Another, by_kind({"text": "as a text"})]
+Texts = Annotated[
+    Annotated[str, Tag("as text")]
+    | Annotated[list[_Text], Field(max_length=256, fail_fast=True), Tag("as blocks")],
+    _BY_CONTENT,
+]
+
+
+class ToolResultBlock(BaseModel):
+    """The result of an earlier `tool_use`."""
+
+    model_config = BODY
+
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Texts | None = None
+    is_error: bool | None = Field(default=None, description="a label: the content says what failed")
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("as a text")]
+    | Annotated[ThinkingBlock, Tag("as thoughts")]
+    | Annotated[RedactedThinkingBlock, Tag("as hidden thoughts")]
+    | Annotated[ToolUseBlock, Tag("as a call")]
+    | Annotated[ToolResultBlock, Tag("as a result")]
+    | _Another,
+    by_kind(
+        {
+            "text": "as a text",
+            "thinking": "as thoughts",
+            "redacted_thinking": "as hidden thoughts",
+            "tool_use": "as a call",
+            "tool_result": "as a result",
+        }
+    ),
+]
+
+#: The types of blocks that the messages of each role may have.
+BLOCKS = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+class InputMessage(BaseModel):
+    """A message of the conversation. An answer's `role` and `content` can be sent back as they are."""
+
+    model_config = BODY
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("as text")]
+        | Annotated[list[Block], Field(max_length=256, fail_fast=True), Tag("as blocks")],
+        _BY_CONTENT,
+    ]
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        given: Any = self.content
+        return [TextBlock(type="text", text=given)] if isinstance(given, str) else given
+
+    def add_to(self, messages: list[chat.ChatMessage]) -> None:
+        """Add the message to a conversation of chat: as one message or, with results of tools, as several."""
+        blocks = self.blocks
+        if self.role == "assistant":
+            thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+            calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+            text = _text([block for block in blocks if isinstance(block, TextBlock)])
+            messages.append(
+                message("assistant", text, reasoning_content=thoughts or None, tool_calls=calls or None)
+            )
+            return
+        texts: list[TextBlock] = []
+        for block in blocks:
+            if isinstance(block, TextBlock):
+                texts.append(block)
+                continue
+            if texts:
+                messages.append(message(self.role, _text(texts)))
+                texts = []
+            messages.append(message("tool", _text(block.content), tool_call_id=block.tool_use_id))
+        if texts or not blocks:
+            messages.append(message(self.role, _text(texts)))
+
+
+def _text(content: Any) -> Any:
+    """Return text blocks, a text or None as the content of a message of chat."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [chat.TextPart.model_construct(type="text", text=block.text) for block in content]
+    return parts[0].text if len(parts) == 1 else parts
+
+
+def _call(block: ToolUseBlock) -> ToolCall:
+    arguments = to_json(block.input).decode()
+    function = CalledFunction.model_construct(name=block.name, arguments=arguments)
+    return ToolCall.model_construct(id=block.id, function=function)
+
+
+class CustomTool(FunctionFields):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    parameters: dict[str, Any] = Field(alias="input_schema", description="a JSON Schema of an object")
+
+    @property
+    def function(self) -> CustomTool:
+        """This object, which has the function's fields. In a chat request, an inner object of this name has these
+        fields."""
+        return self
+
+
+Tool = Annotated[
+    Annotated[CustomTool, Tag("as a custom tool")] | Annotated[Other, Tag("as another")],
+    by_kind({"custom": "as a custom tool"}, default="custom"),
+]
+
+
+class ToolChoice(BaseModel):
+    """Whether the model calls tools."""
+
+    model_config = BODY
+
+    type: Literal["auto", "any", "tool", "none"] = Field(
+        description="`auto`: the model decides; `any`: it calls tools; `tool`: it calls the tool `name`; `none`: "
+        "it calls none, and is told of none"
+    )
+    name: Label | None = None
+    disable_parallel_tool_use: bool | None = Field(default=None, description="an answer has one call at most")
+
+
+class Thinking(BaseModel):
+    """Whether the model thinks before it answers, if its template has the variable `enable_thinking`."""
+
+    model_config = BODY
+
+    type: str = Field(description="`disabled`, or any other word to think; default: the template's")
+    budget_tokens: int | None = Field(default=None, description="not read: the model decides")
+    display: str | None = Field(default=None, description="not read: thoughts are shown")
+
+
+class JsonFormat(BaseModel):
+    """The answer is JSON that follows a schema."""
+
+    model_config = BODY
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+
+
+class OutputConfig(BaseModel):
+    """How much the model reasons, and the form of its answer."""
+
+    model_config = BODY
+
+    effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
+    format: JsonFormat | None = None
+
+
+class MessagesRequest(ConversationRequest):
+    """The body of `POST /v1/messages` and of `POST /v1/messages/count_tokens`."""
+
+    places: ClassVar[tuple[str, ...]] = (
+        "all bodies",
+        "conversations",
+        "responses, Anthropic's messages",
+        "Anthropic's messages",
+    )
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)] = Field(
+        description="each with a `role` and a `content`: a text, or blocks (text, thinking, tool_use, tool_result)"
+    )
+    system: Texts | None = Field(default=None, description="a text, or blocks of text, before the messages")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="default: as many as fit after the conversation"
+    )
+    stop_sequences: Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = Field(
+        default=None, description="strings that end the answer, left out of its text"
+    )
+    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] | None = Field(  # type: ignore[assignment]  # chat has them in an envelope
+        default=None, description="tools that the client runs; those of other types are left out"
+    )
+    tool_choice: ToolChoice | None = Field(
+        default=None, description="whether the model calls tools; default: it decides"
+    )
+    thinking: Thinking | None = Field(
+        default=None, description="whether it thinks first; default: the template's"
+    )
+    output_config: OutputConfig | None = Field(
+        default=None, description="how much the model reasons, and the form of its answer"
+    )
+    metadata: dict[str, Any] | None = Field(
+        default=None, description="a label: the log has its `user_id` as the user"
+    )
+    stream: bool | None = Field(default=False, description="answer with an event stream")
+
+    def model_post_init(self, _: Any) -> None:
+        """Set the fields of chat whose names or forms differ in Anthropic's API."""
+        for number, tool in enumerate(self.tools or ()):
+            if isinstance(tool, Other):  # the log and a header name its type
+                self._ignored.add(f"tools[{number}].", tool.type)
+        self.tools = [tool for tool in self.tools or () if not isinstance(tool, Other)]
+        choice = self.tool_choice
+        if choice is not None:
+            self.parallel_tool_calls = not choice.disable_parallel_tool_use
+            named = NamedTool.model_construct(
+                type="function", function=Named.model_construct(name=choice.name or "")
+            )
+            self.tool_choice = CHOICES.get(choice.type, named)
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            self.chat_template_kwargs = {"enable_thinking": thinks} | (self.chat_template_kwargs or {})
+        user = (self.metadata or {}).get("user_id")
+        if isinstance(user, str):
+            self.user = user[:256]
+
+    @property
+    def turns(self) -> list[chat.ChatMessage]:
+        system: Any = self.system
+        if isinstance(system, list):
+            system = [block for block in system if not block.text.startswith(BILLING)]
+        messages = [message("system", _text(system))] if system else []
+        for each in self.messages:
+            each.add_to(messages)
+        return messages
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def reported_logprobs(self) -> int | None:
+        return None
+
+    @property
+    def hints(self) -> dict[str, str | None]:
+        return {"reasoning_effort": None if self.output_config is None else self.output_config.effort}
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (*super().stop_strings, *(self.stop_sequences or ()))
+
+    @cached_property
+    def named_grammar(self) -> tuple[str, Grammar] | None:
+        form = None if self.output_config is None else self.output_config.format
+        if form is None:
+            return super().named_grammar
+        return "output_config.format.schema", Grammar.json_schema(form.schema_)
+
+    def field_of(self, param: str) -> str:
+        return {"prompt": "messages"}.get(param, param)
+
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        self.check_messages(())
+        _refuse_others("system", self.system)
+        calls = set()
+        for number, each in enumerate(self.messages):
+            for place, block in enumerate(each.blocks):
+                name = f"messages[{number}].content[{place}]"
+                refuse_other(name, block, "blocks are text, thinking, tool_use and tool_result")
+                if not isinstance(block, BLOCKS[each.role]):
+                    raise refused(
+                        name, f"messages of the role {each.role} have no blocks of type {block.type}"
+                    )
+                if isinstance(block, ToolUseBlock):
+                    calls.add(block.id)
+                if isinstance(block, ToolResultBlock):
+                    _refuse_others(f"{name}.content", block.content)
+                    if block.tool_use_id not in calls:
+                        raise refused(
+                            f"{name}.tool_use_id", f"no tool_use before it has the id {block.tool_use_id!r}"
+                        )
+
+
+def _refuse_others(name: str, blocks: Any) -> None:
+    refuse_other_parts(name, blocks, "only blocks of text are read here")
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+class MessageUsage(TypedDict):
+    input_tokens: Annotated[int, Field(description="of the prompt, without those found in memory")]
+    cache_creation_input_tokens: Annotated[
+        int, Field(description="0: what is computed may be kept at no charge")
+    ]
+    cache_read_input_tokens: Annotated[
+        int, Field(description="of the prompt: found in memory and not computed")
+    ]
+    output_tokens: int
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class Ending(TypedDict):
+    stop_reason: StopReason | None
+    stop_sequence: Annotated[
+        str | None, Field(description="with `stop_sequence`: the string that ended the answer")
+    ]
+
+
+class ContentBlock(TypedDict):
+    """A block of an answer. `text`: an answer's text; `thinking`: thoughts; `tool_use`: a call."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: NotRequired[str]
+    thinking: NotRequired[str]
+    signature: NotRequired[Annotated[str, Field(description="the answer's id")]]
+    id: NotRequired[str]
+    name: NotRequired[str]
+    input: NotRequired[dict[str, Any]]
+
+
+class Message(Ending):
+    """The JSON answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    usage: MessageUsage
+
+
+class BlockDelta(TypedDict):
+    """A piece of a block."""
+
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
+    text: NotRequired[str]
+    thinking: NotRequired[str]
+    signature: NotRequired[str]
+    partial_json: NotRequired[str]
+
+
+EventType = Literal[
+    "message_start",
+    "ping",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+    "error",
+]
+
+
+class MessageEvent(TypedDict):
+    """The `data` of an event in the stream of a message. `type` is the event's name."""
+
+    type: EventType
+    message: NotRequired[Annotated[Message, Field(description="`message_start`")]]
+    index: NotRequired[int]
+    content_block: NotRequired[ContentBlock]
+    delta: NotRequired[BlockDelta | Ending]
+    usage: NotRequired[MessageUsage]
+    error: NotRequired[ErrorDetail]
+
+
+class TokenCount(TypedDict):
+    """The JSON answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessageEvents(WireFormat):
+    """The wire format of `/v1/messages`: a stream of Anthropic's named events, or one JSON object."""
+
+    last = b""
+    ping = event({"type": "ping"}, "ping")
+
+    def __init__(self, answer: Answer, _: MessagesRequest) -> None:
+        super().__init__(answer)
+        self._blocks: list[Any] = []  # `ContentBlock`s; one that is in progress is the last
+        self._pieces: list[str] = []  # of the block in progress: its text, thoughts, or the JSON of its input
+        self._in_progress = False
+
+    def opening(self) -> bytes:
+        prompt_tokens = len(self.answer.streams[0].request.prompt_token_ids)
+        message = self._message(_usage(prompt_tokens, 0, 0), {"stop_reason": None, "stop_sequence": None})
+        return event({"type": "message_start", "message": message}, "message_start") + self.ping
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        # Each event is encoded before the next is made: they share blocks, which grow.
+        return b"".join(event(each, each["type"]) for each in self._events(choice, output))
+
+    def closing(self) -> bytes:
+        return b""
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> Message:
+        (choice,), (outputs,) = self.answer.choices, said
+        for output in outputs:
+            for _ in self._events(choice, output):
+                pass
+        return self._message(_usage_of(choice), self._ending(choice))
+
+    def _events(self, choice: Choice, output: StepOutput) -> Iterator[MessageEvent]:
+        """Yield the events of one output."""
+        if output.error is not None:
+            yield {"type": "error", "error": from_exception(output.error).messages_body(None)["error"]}
+            return
+        for part in choice.parts(output):
+            match part:
+                case TextPart(text):
+                    if not self._grows("text"):
+                        yield from self._begin({"type": "text", "text": ""})
+                    yield self._piece(text, {"type": "text_delta", "text": text})
+                case ReasoningPart(text):
+                    if not self._grows("thinking"):
+                        yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                    yield self._piece(text, {"type": "thinking_delta", "thinking": text})
+                case CallPart(_, call_id, name):
+                    yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                case ArgumentsPart(_, text):
+                    yield self._piece(text, {"type": "input_json_delta", "partial_json": text})
+        if output.finished:
+            yield from self._finish()
+            yield {"type": "message_delta", "delta": self._ending(choice), "usage": _usage_of(choice)}
+            yield {"type": "message_stop"}
+
+    def _grows(self, kind: str) -> bool:
+        """True if a block of this type is in progress."""
+        return self._in_progress and self._blocks[-1]["type"] == kind
+
+    def _begin(self, block: ContentBlock) -> Iterator[MessageEvent]:
+        """End the block in progress, and begin another one. Yields the events of both."""
+        yield from self._finish()
+        self._blocks.append(block)
+        self._in_progress = True
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+
+    def _piece(self, text: str, delta: BlockDelta) -> MessageEvent:
+        """Add a piece to the block in progress, and return its event."""
+        self._pieces.append(text)
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _finish(self) -> Iterator[MessageEvent]:
+        """End the block in progress, if there is any. Yields the events of its end."""
+        if not self._in_progress:
+            return
+        block, text = self._blocks[-1], "".join(self._pieces)
+        self._pieces, self._in_progress = [], False
+        if block["type"] == "tool_use":
+            block["input"] = _input_of(text)
+        else:
+            block[block["type"]] = text
+        if block["type"] == "thinking":  # clients send back only thoughts that have a signature
+            block["signature"] = self.answer.id
+            yield self._piece("", {"type": "signature_delta", "signature": self.answer.id})
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _message(self, usage: MessageUsage, ending: Ending) -> Message:
+        return {
+            "id": self.answer.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.model,
+            "content": self._blocks,
+            **ending,
+            "usage": usage,
+        }
+
+    def _ending(self, choice: Choice) -> Ending:
+        """Return why the answer ended. Call this after the choice's reader has read all text."""
+        assert choice.latest is not None, "asked for with the last output"
+        stopped_by = self.answer.stop_reason(choice).get("stop_reason")
+        if choice.latest.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if choice.reader is not None and choice.reader.has_called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(stopped_by, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage_of(choice: Choice) -> MessageUsage:
+    usage = choice.usage()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return _usage(usage["prompt_tokens"], cached, usage["completion_tokens"])
+
+
+def _usage(prompt_tokens: int, cached: int, output_tokens: int) -> MessageUsage:
+    return {
+        "input_tokens": prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": output_tokens,
+    }
+
+
+def _input_of(text: str) -> orjson.Fragment:
+    """Return the arguments of a call, encoded as an object: as far as they go if the answer broke off in them."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        value = {}
+    # `orjson` itself cannot write integers over 64 bits.
+    return orjson.Fragment(to_json(value if isinstance(value, dict) else {}, inf_nan_mode="null"))
+
+
+# ---------------------------------------------------------------------- the routes
+
+MESSAGES = Route(MessagesRequest, MessageEvents, streams_if_asked_to, "msg_")
+
+
+@router.post("/v1/messages")
+async def create_message(request: Request) -> Response:
+    """Answer a conversation in Anthropic's form, as one message or, if asked to, as an event stream."""
+    return await generate(request, MESSAGES)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request, service: Served) -> Response:
+    """Return the number of tokens of the prompt that a body of `/v1/messages` becomes."""
+    body = await service.bodies.read_json(request)
+    wanted = await while_connected(request.receive, service.intake.parse(body, MessagesRequest))
+    service.note_ignored(request, wanted)
+    reply: TokenCount = {"input_tokens": await while_connected(request.receive, service.intake.count(wanted))}
+    return json_response(reply)

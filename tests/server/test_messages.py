@@ -1,0 +1,336 @@
+"""`/v1/messages`: Anthropic's own library against a server, and what its answers say beside chat's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import jsonschema
+import pytest
+from anthropic.types import Message, MessageParam
+from pydantic import BaseModel
+
+from tests.server.support import MESSAGES, ServerProcess, answer_of, read_events, rendered
+from tests.server.test_reasoning import ANSWER, ASKED, THINKS, THOUGHT, thinker
+from tests.server.test_tools import SCHEMAS, TOOLS
+
+__all__ = ["thinker"]
+
+SYSTEM, USER = (message["content"] for message in MESSAGES)
+ASK: list[MessageParam] = [{"role": "user", "content": USER}]
+FOX_TOOLS: list[Any] = [
+    {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}
+    | ({"description": each["function"]["description"]} if "description" in each["function"] else {})
+    for each in TOOLS
+]
+ENDLESS = {"ignore_eos": True}
+EXTENSIONS = ("ignore_eos", "n", "structured_outputs", "temperature")  # fields that the library does not know
+
+
+def library(server: ServerProcess, **settings: Any) -> anthropic.Anthropic:
+    return anthropic.Anthropic(**{"base_url": server.url, "api_key": "any", "max_retries": 0} | settings)
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    with library(server) as client:
+        yield client
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """Return arguments of the library's `create` or `stream`."""
+    given = {"model": "zoo:llama-tiny", "messages": ASK, "max_tokens": 20, "temperature": 0} | fields
+    extra = {name: given.pop(name) for name in EXTENSIONS if name in given}
+    return given | {"extra_body": extra}
+
+
+def text_of(message: Message) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def prompt_tokens(message: Message) -> int:
+    usage = message.usage
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+# ---------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        SYSTEM,
+        [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}],
+        [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": SYSTEM}],
+    ],
+)
+def test_an_answer_is_chats(server: ServerProcess, client: anthropic.Anthropic, system: Any) -> None:
+    chat = answer_of(server.ask("/v1/chat/completions", max_tokens=20, ignore_eos=True))
+    blocks: list[Any] = [{"role": "user", "content": [{"type": "text", "text": USER}]}]
+    for messages in (ASK, blocks):
+        message = client.messages.create(**body(system=system, messages=messages, **ENDLESS))
+        assert text_of(message) == chat["choices"][0]["message"]["content"]
+        assert (message.stop_reason, message.model, message.role) == ("max_tokens", server.model, "assistant")
+        assert (prompt_tokens(message), message.usage.output_tokens) == (len(rendered(MESSAGES)), 20)
+        assert message.id.startswith("msg_")
+        assert message._request_id is not None
+        counted = client.messages.count_tokens(model=server.model, system=system, messages=messages)
+        assert counted.input_tokens == prompt_tokens(message)
+
+
+def test_an_answer_sent_back_is_a_turn(client: anthropic.Anthropic) -> None:
+    first = client.messages.create(**body())
+    turns: list[Any] = [*ASK, first.to_param(), {"role": "user", "content": "And then?"}]
+    second = client.messages.create(**body(messages=turns))
+    told = [*ASK, {"role": "assistant", "content": text_of(first)}, turns[-1]]
+    assert prompt_tokens(second) == len(rendered(told))
+
+
+def test_a_stream_has_anthropics_events(server: ServerProcess, client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**body())
+    with client.messages.stream(**body()) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == text_of(final) == text_of(whole)
+    assert (final.stop_reason, prompt_tokens(final)) == (whole.stop_reason, prompt_tokens(whole))
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    sent = {"messages": ASK, "max_tokens": 20, "temperature": 0, "stream": True}
+    events = list(read_events(server.client.post("/v1/messages?beta=true", json=sent)))
+    assert all(name == data["type"] for name, data in events)
+    deltas = [name for name, _ in events].count("content_block_delta")
+    assert [name for name, _ in events] == [
+        *("message_start", "ping", "content_block_start"),
+        *["content_block_delta"] * deltas,
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert deltas > 5
+    begun = events[0][1]["message"]
+    assert (begun["content"], begun["stop_reason"], begun["usage"]["output_tokens"]) == ([], None, 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_sequence_is_told(client: anthropic.Anthropic, streams: bool) -> None:
+    whole = text_of(client.messages.create(**body(**ENDLESS)))
+    fields = body(stop_sequences=["\u2603", whole[7:12]], **ENDLESS)
+    if streams:
+        with client.messages.stream(**fields) as stream:
+            message: Any = stream.get_final_message()
+    else:
+        message = client.messages.create(**fields)
+    assert text_of(message) == whole[: whole.index(whole[7:12])]
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", whole[7:12])
+
+
+def test_the_end_of_a_turn(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**body(max_tokens=8_000, output_config={"effort": "high"}))
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+
+
+def test_an_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
+    class Fox(BaseModel):
+        brave: bool
+
+    parsed = client.messages.parse(**body(output_format=Fox, max_tokens=60))
+    assert isinstance(parsed.parsed_output, Fox)
+
+
+# ---------------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "any", "disable_parallel_tool_use": True}, set(SCHEMAS)),
+        ({"type": "tool", "name": "hide"}, {"hide"}),
+    ],
+)
+def test_a_tool_loop(
+    server: ServerProcess, client: anthropic.Anthropic, choice: Any, names: set[str], streams: bool
+) -> None:
+    fields = body(tools=FOX_TOOLS, tool_choice=choice, max_tokens=150)
+    if streams:
+        with client.messages.stream(**fields) as stream:
+            first: Any = stream.get_final_message()
+    else:
+        first = client.messages.create(**fields)
+    (call,) = first.content
+    assert (first.stop_reason, call.type) == ("tool_use", "tool_use")
+    assert call.name in names
+    jsonschema.validate(call.input, SCHEMAS[call.name])
+    for content in ("One fox.", [{"type": "text", "text": "One fox."}]):
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": content, "is_error": True}
+        answered = [result, {"type": "text", "text": "Thanks."}]
+        turns = [*ASK, first.to_param(), {"role": "user", "content": answered}]
+        second = client.messages.create(**body(messages=turns, tools=FOX_TOOLS))
+        function = {"name": call.name, "arguments": json.dumps(call.input)}
+        told = [
+            *ASK,
+            {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": call.id, "content": "One fox."},
+            {"role": "user", "content": "Thanks."},
+        ]
+        sent = {"messages": told, "tools": TOOLS}
+        assert prompt_tokens(second) == answer_of(server.client.post("/tokenize", json=sent))["count"]
+
+
+def test_tools_that_may_not_or_cannot_be_called(client: anthropic.Anthropic) -> None:
+    plain = client.messages.create(**body())
+    searching: list[Any] = [{"type": "web_search_20250305", "name": "web_search"}]
+    assert client.messages.create(**body(tools=searching)).content == plain.content
+    none = client.messages.create(**body(tools=FOX_TOOLS, tool_choice={"type": "none"}))
+    assert none.content == plain.content
+    told = client.messages.count_tokens(model=plain.model, messages=ASK, tools=[*FOX_TOOLS, *searching])
+    assert told.input_tokens > prompt_tokens(none)
+
+
+def test_a_call_that_is_cut_off_has_the_input_so_far(client: anthropic.Anthropic) -> None:
+    fields = body(tools=FOX_TOOLS, tool_choice={"type": "tool", "name": "find_fox"}, max_tokens=60)
+    whole = client.messages.create(**fields)
+    for cut in range(whole.usage.output_tokens - 1, 0, -7):
+        with client.messages.stream(**fields | {"max_tokens": cut}) as stream:
+            streamed = stream.get_final_message()
+        message = client.messages.create(**fields | {"max_tokens": cut})
+        assert (message.stop_reason, streamed.stop_reason) == ("max_tokens", "max_tokens")
+        assert [block.model_dump(exclude={"id"}) for block in message.content] == [
+            block.model_dump(exclude={"id"}, include=set(type(block).model_fields))
+            for block in streamed.content
+        ]
+
+
+# ---------------------------------------------------------------------- thoughts
+
+
+def test_thoughts_are_blocks(thinker: ServerProcess) -> None:
+    with library(thinker) as client:
+        fields = body(model=thinker.model, messages=ASKED, max_tokens=64, **THINKS)
+        message = client.messages.create(**fields)
+        with client.messages.stream(**fields) as stream:
+            streamed = stream.get_final_message()
+        for each in (message, streamed):
+            thought, text = each.content
+            assert (thought.type, text.type) == ("thinking", "text")
+            assert (thought.thinking, text.text) == (THOUGHT, ANSWER)  # type: ignore[union-attr]
+            assert thought.signature  # type: ignore[union-attr]
+        turns = [*ASKED, message.to_param(), *ASKED]
+        hidden: Any = {"type": "redacted_thinking", "data": "x"}
+        with_hidden = [*ASKED, {"role": "assistant", "content": [hidden, *message.content]}, *ASKED]
+        counts = [
+            client.messages.count_tokens(model=thinker.model, messages=each).input_tokens
+            for each in (turns, with_hidden)
+        ]
+        told = [*ASKED, {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}, *ASKED]
+        chat = answer_of(thinker.client.post("/tokenize", json={"messages": told}))["count"]
+        assert counts == [chat, chat]
+
+
+def test_thinking_is_the_templates_variable(thinker: ServerProcess) -> None:
+    def count(**fields: Any) -> int:
+        with library(thinker) as client:
+            return client.messages.count_tokens(model=thinker.model, messages=ASKED, **fields).input_tokens
+
+    empty = count(thinking={"type": "disabled"})
+    chat = {"messages": ASKED, "chat_template_kwargs": {"enable_thinking": False}}
+    assert empty == answer_of(thinker.client.post("/tokenize", json=chat))["count"] > count()
+    assert (
+        count(thinking={"type": "enabled", "budget_tokens": 1024})
+        == count(thinking={"type": "adaptive"})
+        == count()
+    )
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"messages": []}, anthropic.BadRequestError, "messages"),
+        ({"stop_sequences": 5}, anthropic.BadRequestError, "stop_sequences"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"n": 2}, anthropic.BadRequestError, "n"),
+        ({"model": "claude"}, anthropic.NotFoundError, "zoo:llama-tiny"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, anthropic.BadRequestError, "'f'"),
+        ({"system": [{"type": "image"}]}, anthropic.BadRequestError, "system[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            anthropic.BadRequestError,
+            "messages[0].content[0].type: 'image'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+                ]
+            },
+            anthropic.BadRequestError,
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+            anthropic.BadRequestError,
+            "tool_use_id",
+        ),
+    ],
+)
+def test_refusals_are_the_librarys_errors(
+    server: ServerProcess,
+    client: anthropic.Anthropic,
+    fields: Any,
+    error: type[anthropic.APIStatusError],
+    says: str,
+) -> None:
+    with pytest.raises(error) as raised:
+        client.messages.create(**body(**fields))
+    kind = "not_found_error" if error is anthropic.NotFoundError else "invalid_request_error"
+    told: Any = raised.value.body
+    assert (told["type"], told["error"]["type"], told["request_id"]) == (
+        "error",
+        kind,
+        raised.value.request_id,
+    )
+    assert says in told["error"]["message"]
+
+
+def test_refusals_before_and_beside_the_route(server: ServerProcess) -> None:
+    for response, status, kind in (
+        (server.client.get("/v1/messages"), 405, "invalid_request_error"),
+        (server.client.post("/v1/messages/batches", json={}), 404, "not_found_error"),
+        (server.client.post("/v1/messages", content=b"{}"), 400, "invalid_request_error"),
+        (
+            server.client.post("/v1/messages", json={}, headers={"x-request-id": "a b"}),
+            400,
+            "invalid_request_error",
+        ),
+    ):
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+        assert response.json()["type"] == "error"
+
+
+def test_a_key_is_wanted(phase: str) -> None:
+    with ServerProcess(phase, "--api-key", "secret", headers={"Authorization": "Bearer secret"}) as server:
+        with pytest.raises(anthropic.AuthenticationError) as raised:
+            library(server).messages.create(**body())
+        assert raised.value.type == "authentication_error"  # type: ignore[attr-defined]
+        for key in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
+            assert library(server, **key).messages.create(**body()).content
+
+
+def test_a_failure_ends_the_stream_with_an_error(gated: ServerProcess) -> None:
+    gated.order("fail")
+    sent = {"messages": ASK, "max_tokens": 20, "stream": True}
+    events = list(read_events(gated.client.post("/v1/messages", json=sent)))
+    assert [name for name, _ in events] == ["message_start", "ping", "error"]
+    assert events[-1][1]["error"]["type"] == "api_error"
+    with (
+        library(gated) as client,
+        pytest.raises(anthropic.APIStatusError),
+        client.messages.stream(**body()) as stream,
+    ):
+        stream.get_final_message()
+    with library(gated) as client, pytest.raises(anthropic.InternalServerError):
+        client.messages.create(**body())
