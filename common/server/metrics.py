@@ -32,9 +32,9 @@ _VLLM_COUNTERS = {
 }
 
 
-#: A page is sent again for this many times the time that writing it took. So clients that ask in a loop, which
-#: needs no key, take a twentieth of the event loop's time, and a scraper gets a new page each time.
-_REUSE = 20
+#: Pages may take a twentieth of the event loop's time, and more for some seconds. Clients that ask in a loop, for
+#: which they need no key, get the latest page again. A scraper gets a new page each time.
+PAGE_SHARE, BURST_S = 1 / 20, 4.0
 
 
 class Metrics(Collector):
@@ -43,23 +43,24 @@ class Metrics(Collector):
     def __init__(self, service: Service) -> None:
         self._service = service
         self._page = b""
-        self._reused_until_s = 0.0  # on the clock of `time.monotonic`
+        self._due_s = 0.0  # when the next page may be made, on the clock of `time.monotonic`
         self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus's text format, which every scraper reads, and the format's content type.
 
-        The page may be some milliseconds old (`_REUSE`).
+        If clients ask very often, the page may be some milliseconds old (`PAGE_SHARE`).
 
         OpenMetrics is not offered. In that format `prometheus_client` writes `vllm_` for `vllm:`, and dashboards
         made for vLLM's names find nothing.
         """
         encode, content_type = choose_encoder("text/plain; version=0.0.4")
-        began_s = time.monotonic()
-        if began_s > self._reused_until_s:
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            began_s = time.thread_time()
             self._page = encode(self)
-            ended_s = time.monotonic()
-            self._reused_until_s = ended_s + _REUSE * (ended_s - began_s)
+            took_s = time.thread_time() - began_s
+            self._due_s = max(self._due_s, now_s - BURST_S) + took_s / PAGE_SHARE
         return self._page, content_type
 
     def collect(self) -> Iterator[Metric]:

@@ -13,6 +13,7 @@ from prometheus_client import parser
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from common.server import metrics
 from common.server.middleware import CountAnswers
 from tests.conftest import OwnPrompt
 from tests.server.support import (
@@ -20,6 +21,7 @@ from tests.server.support import (
     HANG_S,
     QUEUE,
     ServerProcess,
+    app_with,
     assert_error,
     eventually,
     hold_a_full_batch,
@@ -268,3 +270,16 @@ def test_names_are_vllms_whatever_a_scraper_prefers(server: ServerProcess, accep
     response = httpx.get(f"{server.url}/metrics", headers={"Accept": accept})
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:num_requests_running{" in response.text
+
+
+def test_clients_that_ask_in_a_loop_get_the_same_page_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first page is new, and so is one after a while. In between, clients take a bounded share of the time."""
+    with app_with() as client:
+        pages = [client.get("/metrics").text for _ in range(3)]
+        assert len(set(pages)) == 3, "each counts the one before it"
+        monkeypatch.setattr(metrics, "BURST_S", 0.0)
+        monkeypatch.setattr(metrics, "PAGE_SHARE", 1e-6)
+        client.app.state.metrics._due_s = 0.0  # type: ignore[attr-defined]
+        assert len({client.get("/metrics").text for _ in range(3)}) == 1
+        client.app.state.metrics._due_s = 0.0  # type: ignore[attr-defined]
+        assert client.get("/metrics").text not in pages
