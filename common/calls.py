@@ -19,6 +19,7 @@ of its arguments usually stands between the fixed texts of that syntax. (In `pyt
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -143,22 +144,17 @@ def told_in_messages(
         functions: the functions that the system message describes. If empty, it describes none.
     """
     told: list[dict[str, Any]] = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "tool":
-            result = f"<tool_response>\n{content}\n</tool_response>"
-            if told and told[-1].get("results"):
-                told[-1]["content"] += "\n" + result
-            else:
-                told.append({"role": "user", "content": result, "results": True})
+    for is_result, run in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_result:
+            results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in run)
+            told.append({"role": "user", "content": "\n".join(results)})
             continue
-        plain = {name: value for name, value in message.items() if name != "tool_calls"}
-        if message.get("tool_calls"):
-            calls = (Call(each["id"], **each["function"]) for each in message["tool_calls"])
-            plain["content"] = "\n".join(filter(None, [content, written(syntax, calls)]))
-        told.append(plain)
-    for each in told:
-        each.pop("results", None)
+        for message in run:
+            plain = {name: value for name, value in message.items() if name != "tool_calls"}
+            if message.get("tool_calls"):
+                calls = (Call(each["id"], **each["function"]) for each in message["tool_calls"])
+                plain["content"] = "\n".join(filter(None, [message["content"], written(syntax, calls)]))
+            told.append(plain)
     if functions:
         lines = "\n".join(_json(each.as_tool()) for each in functions)
         text = f"You may call these functions:\n<tools>\n{lines}\n</tools>\n{_HOW_TO_CALL[syntax]}"

@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 2 * 1024 * 1024
 #: validator holds the interpreter's lock. It takes up to a tenth of a microsecond for a value, and three
 #: microseconds for a list or an object.
 MAX_VALUES = 2**18
-MAX_CONTAINERS = 2**14
+MAX_CONTAINERS = 2**13
 
 # Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them.
 BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")

@@ -12,6 +12,7 @@ import pytest
 from common.models.registry import ZOO, open_checkpoint
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, answer_of, assert_error, rendered
 
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/fox.png"}}
 
 
@@ -132,6 +133,7 @@ def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> 
     [
         ({"messages": []}, "messages"),
         ({"messages": MESSAGES * 1025}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 128}] * 16}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),

@@ -104,5 +104,7 @@ class ChatMessage(BaseModel):
         refuse_other_parts(f"{name}.content", self.content, TEXT_ONLY)
 
 
-# Bounded, as are the parts of each: two megabytes of empty messages would block the event loop for half a second.
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
+#: Most messages and calls in a conversation. Checking and rendering one takes about ten microseconds, during which
+#: other threads wait for the interpreter.
+MAX_TURNS = 2048
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)]
