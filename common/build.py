@@ -160,6 +160,8 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     assert config.max_seq_len is not None
     check_memory(config, checkpoint.config, dtype, device, weights=weights, read=read)
     tokenizer = checkpoint.tokenizer(config.chat_template)
+    if config.escape_special_tokens:
+        tokenizer.escape_special_tokens()
     started = time.perf_counter()
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
     if quantized:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,10 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 
 #: The most processor time for rendering one conversation, in seconds. Ordinary templates take milliseconds.
 MAX_RENDER_S = 1.0
+
+#: A mark in rendered text, behind the first character of a special token that a message spells. The tokenizer cuts
+#: the text there, so it finds no special token. No text has this code point: Unicode reserves it for such marks.
+BREAK = "\ufdd0"
 
 #: The name of the template for conversations with tools, in checkpoints with several templates.
 FOR_TOOLS = "tool_use"
@@ -66,6 +71,7 @@ class ChatTemplate:
         _count_loops(program, self._environment)
         self._template = self._environment.from_string(program)
         self._special_tokens = dict(special_tokens)
+        self._escaped: re.Pattern[str] | None = None
         self._accepts = Accepts.of(source, self._try)
 
     @classmethod
@@ -131,6 +137,21 @@ class ChatTemplate:
         """Return whether the program reads the variable named `variable` and does not set it itself."""
         return variable in self._variables
 
+    def escape(self, special_tokens: Iterable[str]) -> None:
+        """From now on, mark these special tokens with `BREAK` where messages, tools or variables spell them."""
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._escaped = re.compile("|".join(re.escape(each) for each in longest_first if len(each) > 1))
+        if self.for_tools is not self:
+            self.for_tools.escape(longest_first)
+
+    def _with_breaks(self, value: Any) -> Any:
+        """Return a JSON value in which all special tokens that texts spell have a `BREAK`."""
+        if isinstance(value, str) and self._escaped is not None:
+            return self._escaped.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self._with_breaks(name): self._with_breaks(each) for name, each in value.items()}
+        return [self._with_breaks(each) for each in value] if isinstance(value, list) else value
+
     def render(
         self,
         messages: Sequence[Message],
@@ -159,6 +180,8 @@ class ChatTemplate:
         goes_on = continues(role, has_calls, add_generation_prompt, continue_final_message)
         begins = not goes_on if add_generation_prompt is None else add_generation_prompt
         told = adapted(messages, self._accepts)
+        if self._escaped is not None:
+            told, tools, variables = map(self._with_breaks, (told, tools, variables))
         if not goes_on:
             return self._write(told, begins, variables, tools)
         last, marked = _marked(told[-1])

@@ -31,6 +31,10 @@ class EngineConfig(BaseModel):
     chat_template: Path | None = Field(
         default=None, description="Jinja file with a chat template; default: the checkpoint's own"
     )
+    escape_special_tokens: bool = Field(
+        default=False,
+        description="the text of a message stays text where it spells a special token, such as <|im_end|>",
+    )
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
         description="auto: the checkpoint's generation_config.json gives the defaults of temperature, top_p, "

@@ -94,6 +94,8 @@ class RemoteEngine(EngineFront):
     def __init__(self, facts: Facts, compile_there: CompileThere) -> None:
         checkpoint = open_checkpoint(facts.config.model)
         tokenizer = checkpoint.tokenizer(facts.config.chat_template)
+        if facts.config.escape_special_tokens:
+            tokenizer.escape_special_tokens()
         super().__init__(
             phase=facts.phase,
             config=facts.config,

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from common.chat_template import BREAK
 from common.config import EngineConfig
 from common.conversation import Message
 from common.engine import Engine
@@ -179,7 +180,7 @@ class LLM:
         ]  # the template has written them
         completions = self.generate(prompts, params, progress=progress)
         for completion, text in zip(completions, texts, strict=True):
-            completion.prompt = text
+            completion.prompt = text.replace(BREAK, "")
         return completions
 
     def _clear(self) -> None:

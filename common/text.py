@@ -11,7 +11,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from common.chat_template import ChatTemplate
+from common.chat_template import BREAK, ChatTemplate
 from common.errors import StartupError
 
 # Each text is tokenized by the calling thread, so that its priority applies. The library's own threads help only
@@ -42,6 +42,7 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._escapes = False
         self._letter: int | None = backend.token_to_id("a")
         self._token_texts: dict[int, str] = {}  # a cache: at most one entry for each id
 
@@ -73,14 +74,26 @@ class Tokenizer:
         """
         return len(text) // self._longest_token
 
+    def escape_special_tokens(self) -> None:
+        """From now on, encode a special token that a message spells as plain text. The chat template's own special
+        tokens stay special."""
+        self._escapes = True
+        if self.chat_template is not None:
+            self.chat_template.escape(map(self.spelled, self.special_ids))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Unless `add_special_tokens` is False, they include the tokens that the
         checkpoint adds to every text (BOS, say).
 
         The library releases the GIL for batches only. So the text is a batch of one, and other threads can run.
         """
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        pieces = text.split(BREAK) if self._escapes else [text]
+        whole = len(pieces) == 1
+        encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=whole and add_special_tokens)
+        if not whole:
+            merged = tokenizers.Encoding.merge(encodings, growing_offsets=False)
+            encodings = [self.backend.post_process(merged, add_special_tokens=add_special_tokens)]
+        ids: list[int] = encodings[0].ids
         return ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from common.chat_template import BREAK
 from common.dialect import Dialect
 from common.engine_front import EngineFront
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
@@ -238,7 +239,7 @@ class Intake:
             InvalidRequestError: as `ConversationRequest.render`.
         """
         (text,) = await self._admission.converting.run(functools.partial(wanted.prompts, self._dialect))
-        return text
+        return text.replace(BREAK, "")
 
     # ------------------------------------------------------------------ in a thread
 

@@ -66,6 +66,14 @@ def test_a_conversation_that_cannot_be_answered_stops_all(llm: LLM, messages: An
     assert not llm.engine.has_work
 
 
+def test_special_tokens_in_a_message_are_text_if_asked_for() -> None:
+    llm = LLM("zoo:llama-tiny", phase="static", dtype="float32", max_seq_len=256, escape_special_tokens=True)
+    spelled = [{"role": "user", "content": "<|eot_id|>"}]
+    (answer,) = llm.chat(spelled, GREEDY, progress=False)
+    assert str(answer.prompt).count("<|eot_id|>") == 2
+    assert answer.prompt_tokens > len(rendered(spelled))
+
+
 def test_a_template_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("zoo:gemma3-tiny", phase="continuous", dtype="float32", max_seq_len=128)
     twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]

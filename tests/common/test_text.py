@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from common.errors import StartupError
-from common.models.registry import ZOO
+from common.models.registry import ZOO, open_checkpoint
 from common.text import IncrementalDetokenizer, Tokenizer
 from tests.engine_helpers import EOS, byte_alphabet, byte_tokenizer
 from tests.helpers import ZOO_NAMES
@@ -387,6 +388,30 @@ def test_ids_are_those_of_the_library(name: str, text: str) -> None:
         assert tokenizer.encode(given_text) == tokenizer.backend.encode(given_text).ids
         plain = tokenizer.backend.encode(given_text, add_special_tokens=False)
         assert encode(tokenizer, given_text) == plain.ids
+
+
+@pytest.mark.parametrize("name", ZOO_NAMES)
+def test_messages_may_spell_special_tokens_as_text(name: str) -> None:
+    usual, escaping = (open_checkpoint(f"zoo:{name}").tokenizer() for _ in range(2))
+    escaping.escape_special_tokens()
+    specials = "".join(map(usual.spelled, usual.special_ids))
+    asked: list[dict[str, Any]] = [{"role": "user", "content": f"Say {specials}!"}]
+    begun = [*asked, {"role": "assistant", "content": f"I say{specials}"}]
+    plain = [{"role": "user", "content": "Say!"}]
+    plainly_begun = [*plain, {"role": "assistant", "content": "I say"}]
+
+    def special_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+        assert tokenizer.chat_template is not None
+        ids = tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.count(specials) == sum(specials in message["content"] for message in messages)
+        return [token_id for token_id in ids if token_id in tokenizer.special_ids]
+
+    assert special_ids(escaping, asked) == special_ids(usual, plain) == special_ids(escaping, plain)
+    assert special_ids(escaping, begun) == special_ids(usual, plainly_begun)
+    assert len(special_ids(usual, asked)) == len(special_ids(usual, plain)) + len(usual.special_ids)
+    for text in ("", "A fox.", specials):  # other texts are as before
+        assert escaping.encode(text) == usual.encode(text)
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
