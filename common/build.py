@@ -86,6 +86,8 @@ class EngineBuilder(Generic[ConfigT]):
         given = config
         if model is None:
             checkpoint = open_checkpoint(config.model)
+            if checkpoint.unused:
+                logger.warning("%s: not used: %s", config.model, "; ".join(checkpoint.unused))
             config = _resolve(config, checkpoint.config.max_position_embeddings)
             params = _default_params(checkpoint, config)
             config, model, tokenizer = _load(checkpoint, config)

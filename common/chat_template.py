@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.conversation import Accepts, Message, adapted, continues
 from common.errors import InvalidRequestError, StartupError
-from common.json_file import read_json
+from common.json_file import read_json_if_there
 
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -85,8 +85,8 @@ class ChatTemplate:
             StartupError: a file cannot be read, or is not a template.
         """
         config_path = folder / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.is_file() else {}
-        special_tokens = _special_tokens(config)
+        config = read_json_if_there(config_path)
+        special_tokens = special_tokens_of(config)
         if file is not None:
             return cls.from_file(file, special_tokens)
         own_file = folder / "chat_template.jinja"
@@ -108,7 +108,7 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Read a Jinja file. StartupError: it cannot be read, or is not a template."""
         try:
-            source = file.read_text("utf-8")
+            source = file.read_text("utf-8-sig")
         except (OSError, UnicodeError) as error:
             raise StartupError(f"the chat template {file} cannot be read: {error}") from None
         return cls.compiled(source, special_tokens, for_tools, origin=file)
@@ -151,6 +151,17 @@ class ChatTemplate:
         if isinstance(value, Mapping):
             return {self._with_breaks(name): self._with_breaks(each) for name, each in value.items()}
         return [self._with_breaks(each) for each in value] if isinstance(value, list) else value
+
+    def end_of_turn(self, tokens: Iterable[str]) -> str | None:
+        """Return the token that the program writes right after an answer; None if it is not one of `tokens`."""
+        answer = "\ue000an answer\ue000"
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.render(messages, add_generation_prompt=False)
+        except InvalidRequestError:
+            return None
+        after = text.partition(answer)[2].strip()
+        return max((token for token in tokens if token and after.startswith(token)), key=len, default=None)
 
     def render(
         self,
@@ -272,7 +283,7 @@ def _named(templates: Any) -> dict[str, str]:
     return {str(name): text for name, text in templates.items() if isinstance(text, str)}
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens in a tokenizer's config, by name (`bos_token` and so on)."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {

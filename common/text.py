@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from common.chat_template import BREAK, ChatTemplate
-from common.errors import StartupError
+from common.folder_vocabulary import FolderVocabulary
 
 # Each text is tokenized by the calling thread, so that its priority applies. The library's own threads help only
 # with batches.
@@ -50,22 +50,11 @@ class Tokenizer:
     def from_folder(cls, folder: Path, *, vocab_size: int, chat_template: Path | None = None) -> Tokenizer:
         """Read a checkpoint's tokenizer. The file `chat_template` replaces the checkpoint's template.
 
-        Truncation and padding, which `tokenizer.json` may set, are switched off: prompts are taken as sent.
-
         Raises:
-            StartupError: tokenizer.json cannot be read, or the chat template is invalid.
+            StartupError: a file of the tokenizer cannot be read, or the chat template is invalid.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise StartupError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a plain Exception
-            raise StartupError(f"{path} cannot be read: {error}") from None
-        backend.no_truncation()
-        backend.no_padding()
         template = ChatTemplate.from_folder(folder, chat_template)
-        return cls(backend, vocab_size=vocab_size, chat_template=template)
+        return cls(FolderVocabulary(folder).backend, vocab_size=vocab_size, chat_template=template)
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`, without tokenizing it.

@@ -6,19 +6,18 @@ A checkpoint has one of three forms: a Hugging Face folder, a dummy without file
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
 
+from common.chat_template import ChatTemplate
+from common.folder_vocabulary import FolderVocabulary
 from common.models.compressed import Scheme
 from common.models.config import JsonObject, ModelConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly, load_weights
 from common.text import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
 
@@ -34,6 +33,7 @@ class Checkpoint(ABC):
             read; None if there are none.
         is_int8: whether weights are stored as int8, and kernels compute with them as int8.
         generation_config: the object in the model's `generation_config.json`; empty if there is no such file.
+        unused: what the files say and is not used, in words, for the log.
     """
 
     folder: Path | None = None
@@ -44,6 +44,7 @@ class Checkpoint(ABC):
         self.name = name
         self.config = config
         self.generation_config = generation_config or {}
+        self.unused: list[str] = []
 
     @abstractmethod
     def fill(self, model: CausalLM, device: torch.device) -> None:
@@ -70,22 +71,21 @@ class FolderCheckpoint(Checkpoint):
         name: str,
         config: ModelConfig,
         folder: Path,
+        vocabulary: FolderVocabulary,
         scheme: Scheme | None = None,
         generation_config: JsonObject | None = None,
     ) -> None:
         super().__init__(name, config, generation_config)
         self.folder: Path = folder
+        self.vocabulary = vocabulary
         self.is_int8 = scheme is not None
-        if scheme is not None and scheme.quantizes_activations:
-            logger.warning("%s asks for quantized activations: only its weights are, here", name)
 
     def fill(self, model: CausalLM, device: torch.device) -> None:
         load_weights(model, self.folder, device, quantized=self.is_int8)
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        return Tokenizer.from_folder(
-            self.folder, vocab_size=self.config.vocab_size, chat_template=chat_template
-        )
+        template = ChatTemplate.from_folder(self.folder, chat_template)
+        return Tokenizer(self.vocabulary.backend, vocab_size=self.config.vocab_size, chat_template=template)
 
 
 class DummyCheckpoint(Checkpoint):

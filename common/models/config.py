@@ -17,6 +17,12 @@ import torch
 from common.errors import StartupError
 from common.models.compressed import read_scheme
 
+#: Entries of `rope_parameters` (or `rope_scaling`) that are read. The last two are types of layers.
+ROPE_ENTRIES = (
+    *("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "full_attention", "sliding_attention"),
+)
+
 Activation = Literal["silu", "gelu_tanh"]
 JsonObject = Mapping[str, Any]
 

@@ -9,6 +9,7 @@ A GGUF file has no `tokenizer.json`. Its metadata has the tokens, and names one 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from common.chat_template import FOR_TOOLS, ChatTemplate
-from common.errors import InvalidRequestError, StartupError
+from common.errors import StartupError
 from common.models.gguf_file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
@@ -77,44 +78,55 @@ class GGUFVocabulary:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
 
     def _token(self, key: str) -> str | None:
-        """Return the token whose id is the entry `{key}_token_id`, or None if there is no such entry.
+        """Return the token whose id is the entry `{key}_token_id`, or None if there is no such entry or token.
 
         Raises:
-            StartupError: there is no token with this id.
+            StartupError: the entry is the one for BOS or EOS, and there is no token with this id.
         """
         token_id = self._entry(f"{key}_token_id")
-        if token_id is None:
-            return None
-        if type(token_id) is not int or not 0 <= token_id < len(self._tokens):
-            raise StartupError(
-                f"{self._path}: {key}_token_id = {token_id!r} is none of its {len(self._tokens)} tokens"
-            )
-        return self._tokens[token_id]
+        if type(token_id) is int and 0 <= token_id < len(self._tokens):
+            return self._tokens[token_id]
+        if token_id is not None and key in ("bos", "eos"):
+            raise StartupError(f"{self._path}: {self._not_a_token(key, token_id)}")
+        return None
+
+    def _not_a_token(self, key: str, token_id: Any) -> str:
+        return f"{key}_token_id = {token_id!r} is none of its {len(self._tokens)} tokens"
+
+    def unused(self) -> list[str]:
+        """Return the metadata that the server does not use, in words: ids of no token, and named templates."""
+        keys = ("unknown", "padding", "eot", "eom")
+        found = {key: self._entry(f"{key}_token_id") for key in keys if self._token(key) is None}
+        prefix = "tokenizer.chat_template."
+        templates = [key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)]
+        templates = [name for name in templates if name != FOR_TOOLS]
+        return [
+            *(self._not_a_token(key, token_id) for key, token_id in found.items() if token_id is not None),
+            *([f"chat templates: {', '.join(templates)}"] if templates else []),
+        ]
 
     def end_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer, in ascending order.
 
-        They are the tokens of the file's entries for EOS, end of turn and end of message, and the control token
+        They are the tokens of the file's entries for EOS, end of turn and end of message, and the special token
         that the chat template writes after an answer. Each of the four may be missing.
 
         Raises:
-            StartupError: an entry names no token, or the chat template is not a template.
+            StartupError: the entry for EOS names no token.
         """
         ends = [self._token(key) for key in ("eos", "eot", "eom")]
-        ends.append(self._end_of_turn())
+        with contextlib.suppress(StartupError):  # another template may replace an invalid one
+            template = self.chat_template()
+            ends.append(None if template is None else template.end_of_turn(self._added()))
         return sorted({self._tokens.index(token) for token in ends if token is not None})
 
-    def _end_of_turn(self) -> str | None:
-        answer = "\ue000an answer\ue000"
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        try:
-            template = self.chat_template()
-            text = "" if template is None else template.render(messages, add_generation_prompt=False)
-        except InvalidRequestError:
-            return None
-        after = text.partition(answer)[2].strip()
-        control = (token for token, kind in zip(self._tokens, self._types, strict=True) if kind == _CONTROL)
-        return next((token for token in control if after.startswith(token)), None)
+    def _added(self) -> list[str]:
+        """Return the tokens that are found in a text before it is split."""
+        return [
+            token
+            for token, kind in zip(self._tokens, self._types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate | None:
         """Return the chat template in `file`. Without `file`, return the GGUF file's own, or None if it has none.
@@ -153,11 +165,12 @@ class GGUFVocabulary:
                 raise StartupError(
                     f"{self._path}: tokenizer.ggml.model {kind!r} is not implemented; it is not gpt2 or llama"
                 )
+        ids = self._ids(self._tokens)
         tokenizer.add_tokens(
             [
-                AddedToken(token, normalized=False, special=kind == _CONTROL)
-                for token, kind in zip(self._tokens, self._types, strict=True)
-                if kind in (_CONTROL, _USER_DEFINED) and tokenizer.token_to_id(token) is not None
+                AddedToken(token, normalized=False, special=self._types[ids[token]] == _CONTROL)
+                for token in self._added()
+                if tokenizer.token_to_id(token) is not None
             ]
         )
         self._add_bos_and_eos(tokenizer)

@@ -11,7 +11,6 @@ To add an architecture, write a subclass of `CausalLM`, or of a model that is al
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,8 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
-from common.json_file import read_json
+from common.folder_vocabulary import FolderVocabulary
+from common.json_file import read_json, read_json_if_there
 from common.models.checkpoint import Checkpoint, DummyCheckpoint, FolderCheckpoint
 from common.models.compressed import read_scheme
 from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id_set
@@ -36,12 +36,11 @@ from common.models.llama import Llama
 from common.models.mistral import Mistral
 from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
+from common.models.unused import unused_in_folder
 from common.request import SamplingParams
 from common.zoo.presets import PRESETS, TOKENIZER_OF
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 #: Every architecture, by the `model_type` of a checkpoint's `config.json`.
 ARCHITECTURES: dict[str, type[CausalLM]] = {
@@ -63,6 +62,7 @@ _HUB_FILES = [
     GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
@@ -100,16 +100,24 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:
-    config, scheme = _read(folder / "config.json", lambda raw: (parse_config(raw), read_scheme(raw)))
-    # Chat models have the token ids that end a turn in their generation config.
-    path = folder / GENERATION_CONFIG
-    generation = read_json(path) if path.is_file() else {}
+    raw = read_json(folder / "config.json")
+    config, scheme = _parse(folder / "config.json", raw, lambda raw: (parse_config(raw), read_scheme(raw)))
+    generation = read_json_if_there(path := folder / GENERATION_CONFIG)
+    # Any of the files may name the tokens that end an answer.
     eos = config.eos_token_ids | _parse(path, generation, lambda raw: token_id_set(raw.get("eos_token_id")))
+    vocabulary = FolderVocabulary(folder)
+    if (folder / "tokenizer.json").is_file():
+        eos |= vocabulary.end_token_ids()
     known = frozenset(token_id for token_id in eos if 0 <= token_id < config.vocab_size)
-    if known != eos:
-        logger.warning("%s: EOS tokens outside the vocabulary are ignored: %s", folder, sorted(eos - known))
     config = dataclasses.replace(config, eos_token_ids=known)
-    return FolderCheckpoint(name, config, folder, scheme, generation)
+    checkpoint = FolderCheckpoint(name, config, folder, vocabulary, scheme, generation)
+    checkpoint.unused = [
+        *([f"EOS tokens outside the vocabulary: {sorted(eos - known)}"] if known != eos else []),
+        *(["quantized activations"] if scheme is not None and scheme.quantizes_activations else []),
+        *vocabulary.unused,
+        *unused_in_folder(folder, raw, generation),
+    ]
+    return checkpoint
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
@@ -120,11 +128,9 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:
     file = GGUFFile.open(path)
-    return GGUFCheckpoint(name, _parse(path, config_of(file), parse_config), file)
-
-
-def _read(path: Path, parse: Callable[[JsonObject], T]) -> T:
-    return _parse(path, read_json(path), parse)
+    checkpoint = GGUFCheckpoint(name, _parse(path, config_of(file), parse_config), file)
+    checkpoint.unused = checkpoint.vocabulary.unused()
+    return checkpoint
 
 
 def _parse(path: Path, raw: JsonObject, parse: Callable[[JsonObject], T]) -> T:

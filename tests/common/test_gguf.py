@@ -394,6 +394,19 @@ def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None
     assert replaced.render(messages) == "<|begin_of_text|>!"
 
 
+def test_ids_of_no_token_are_ignored_and_named(tmp_path: Path) -> None:
+    """BOS and EOS are an exception: without them, the model would answer otherwise (see the next test)."""
+    replaced = {"padding_token_id": 2**32 - 1, "unknown_token_id": 10**6, "eot_token_id": 1023}
+    path = save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)
+    vocabulary = GGUFVocabulary(GGUFFile.open(path))
+    assert [said.split(" is none of its")[0] for said in vocabulary.unused()] == [
+        "unknown_token_id = 1000000",
+        "padding_token_id = 4294967295",
+    ]
+    assert vocabulary.end_token_ids() == [1023]
+    assert vocabulary.backend().encode("a fox").ids
+
+
 @pytest.mark.parametrize(
     ("replaced", "words"),
     [
@@ -405,6 +418,8 @@ def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None
         ({"merges": [1, 2]}, "its merges do not fit its tokens"),
         ({"tokens": 5}, "its tokens are not a list of texts"),
         ({"token_type": 5}, "do not fit their types"),
+        ({"model": "llama", "scores": [1.0]}, "its scores are not one number for each of its tokens"),
+        ({"model": "llama", "scores": "high"}, "its scores are not one number for each of its tokens"),
         ({"merges": ["no tokens"]}, "its merges do not fit its tokens"),
         ({"bos_token_id": 999_999, "add_bos_token": True}, "bos_token_id = 999999 is none of its"),
     ],

@@ -1,0 +1,122 @@
+"""Tokenizers of Hugging Face folders: tokens that only small files name, and the ends of answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from common.models.registry import open_checkpoint
+from tests.helpers import ZOO_NAMES, refusal_of, save_tiny, zoo
+from tests.strings import strings
+
+
+def folder_of(
+    tmp_path: Path, name: str, config: dict[str, Any], vocab_size: int = 97, **files: dict[str, Any]
+) -> Path:
+    """Write a tiny model with the tokenizer of a model of the zoo.
+
+    Args:
+        config: changes to its `tokenizer_config.json`.
+        files: contents of further JSON files, by name without the ending.
+    """
+    folder = save_tiny(tmp_path / "model", "llama", vocab_size=vocab_size, eos_token_id=3)
+    for file in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(zoo(name) / file, folder)
+    own = json.loads((zoo(name) / "tokenizer_config.json").read_text())
+    for file, content in {"tokenizer_config": own | config, **files}.items():
+        (folder / f"{file}.json").write_text(json.dumps(content), "utf-8-sig")
+    return folder
+
+
+@pytest.mark.parametrize("source", ["added_tokens_decoder", "added_tokens.json"])
+@pytest.mark.parametrize("name", ZOO_NAMES)
+def test_added_tokens_are_those_of_transformers(name: str, source: str, tmp_path: Path) -> None:
+    """Two new tokens, and one that is in the vocabulary already."""
+    plain = AutoTokenizer.from_pretrained(zoo(name))
+    texts = ("<|call|>", "<note>", "in")
+    ids = (len(plain), len(plain) + 1, plain.convert_tokens_to_ids("in"))
+    tokens = {
+        str(i): {"content": text, "special": text == "<|call|>"} for i, text in zip(ids, texts, strict=True)
+    }
+    if source == "added_tokens.json":
+        folder = folder_of(tmp_path, name, {}, added_tokens=dict(zip(texts, ids, strict=True)))
+    else:
+        folder = folder_of(tmp_path, name, {"added_tokens_decoder": tokens})
+    ours = open_checkpoint(str(folder)).tokenizer()
+    for path in folder.glob("*.json"):  # transformers reads no byte-order mark
+        path.write_text(path.read_text("utf-8-sig"))
+    oracle = AutoTokenizer.from_pretrained(folder)
+    assert [ours.encode(text, add_special_tokens=False) for text in texts] == [[i] for i in ids]
+    for number, text in enumerate(strings(300)):
+        text = text.replace(" ", f" {texts[number % 3]} ", 2)
+        assert ours.encode(text) == oracle.encode(text), repr(text)
+        assert ours.decode(oracle.encode(text)) == oracle.decode(
+            oracle.encode(text), skip_special_tokens=True
+        )
+
+
+ENDS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "ends"),
+    [
+        ({"eos_token": "<|im_end|>"}, None, {3, 999}),
+        ({"eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}}, None, {3, 999}),
+        ({"eos_token": None}, None, {3, 999}),
+        ({"eos_token": "<|endoftext|>"}, "{% for %}", {3, 997}),
+        ({"eos_token": "<|endoftext|>"}, ENDS, {3, 997, 1000}),
+        ({"eos_token": "<|none of them|>"}, "{{ raise_exception('no') }}", {3}),
+    ],
+    ids=str,
+)
+def test_where_an_answer_ends(
+    config: dict[str, Any], template: str | None, ends: set[int], tmp_path: Path
+) -> None:
+    """The EOS of config.json and of tokenizer_config.json, and the token that the template writes."""
+    added = {"1000": {"content": "<|end|>", "special": False}}
+    folder = folder_of(tmp_path, "qwen3-tiny", {**config, "added_tokens_decoder": added}, vocab_size=1001)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.config.eos_token_ids == ends
+    assert ("eos_token" in str(checkpoint.unused)) == ("<|none of them|>" in str(config))
+
+
+def test_what_is_not_used_is_named(tmp_path: Path) -> None:
+    folder = folder_of(
+        tmp_path,
+        "llama-tiny",
+        {
+            "chat_template": [{"name": name, "template": "x"} for name in ("default", "rag", "tool_use")],
+            "added_tokens_decoder": {"5000": {"content": "<far>"}},
+        },
+        generation_config={"eos_token_id": 10**6, "suppress_tokens": [3], "num_beams": 1, "do_sample": True},
+        adapter_config={},
+        special_tokens_map={},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["mrope_section"] = [16, 24, 24]
+    (folder / "config.json").write_text(json.dumps(config), "utf-8-sig")
+    (folder / "README.md").write_text("# A model")
+    assert open_checkpoint(str(folder)).unused == [
+        "EOS tokens outside the vocabulary: [1020, 1023, 1000000]",
+        "the token '<far>' with the id 5000",
+        "chat templates: rag, the one in tokenizer_config.json",
+        "rotary settings: rope_parameters.mrope_section",
+        "entries of generation_config.json: suppress_tokens",
+        "files: adapter_config.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "token", [5, {}, {"content": None}, {"content": "a", "special": 3}, [], {"content": 5}]
+)
+def test_an_added_token_of_another_form_is_refused(token: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama-tiny", {"added_tokens_decoder": {"2000": token}})
+    assert "added_tokens.json has an invalid token: '2000'" in refusal_of(open_checkpoint, str(folder))
