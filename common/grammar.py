@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import re
 import signal
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -37,6 +38,7 @@ from common import grammar_trial, schemas
 from common.allowed_tokens import Mask, without_tokens
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.grammar_trial import MaskBudget, OverBudgetError
+from common.mask_share import MaskShare
 from common.mask_threads import MaskThreads, Work
 from common.text import Tokenizer
 
@@ -129,9 +131,17 @@ class Matcher:
     Attributes:
         words: number of 32-bit words in a mask.
         complete: True if no token can follow the tokens so far.
+        has_turn, last_turn: see `common.mask_share`.
     """
 
-    def __init__(self, backend: llguidance.LLMatcher, vocab_size: int, threads: MaskThreads) -> None:
+    def __init__(
+        self, backend: llguidance.LLMatcher, vocab_size: int, threads: MaskThreads, share: MaskShare
+    ) -> None:
+        self.has_turn = True
+        self.last_turn = 0
+        self._share = share
+        self._forced: deque[int] = deque()  # tokens known to be forced, from the next one on
+        self._looks_for_forced = True
         self.words = -(-vocab_size // 32)
         self.complete = backend.is_stopped()
         self._backend = backend
@@ -141,6 +151,17 @@ class Matcher:
         self._mask = np.zeros(self.words, dtype=np.uint32)
         self._filling: Work | None = None  # computes `_mask`; owns the backend while it runs
         self._failure: str | None = None
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds that a token may take, by the answer's budget."""
+        return self._budget.mean_s
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds that a token takes, by the latest token and the mean of all; None: no token has come."""
+        mean_s = self._budget.taken_s
+        return None if mean_s is None else max(mean_s, self._mask_s)
 
     def begin_mask(self) -> None:
         """Start computing the next token's mask in another thread, unless it was started before."""
@@ -173,19 +194,28 @@ class Matcher:
         Raises:
             GrammarFailedError: as `mask`.
         """
-        forced = self.forced()
         if self._mask_s > 0.0:
             limit = min(limit, int(self._budget.mean_s / self._mask_s))
-        forced, guesses = forced[:limit], guesses[:limit]
+        forced, guesses = self.forced(limit), guesses[:limit]
         if forced != guesses[: len(forced)]:
             return forced, True
         return guesses[: self._backend.validate_tokens(guesses)], False
 
-    def forced(self) -> list[int]:
-        """Return tokens that spell the text that the grammar requires next; [] if it requires none. A model may
-        spell this text with other tokens. Raises as `mask`."""
+    def forced(self, limit: int | None = None) -> list[int]:
+        """Return at most `limit` tokens that spell the text that the grammar requires next; [] if it requires none.
+        A model may spell this text with other tokens. Raises as `mask`.
+
+        Forced tokens are computed again only after all of them have come, and never again if this has taken longer
+        than a token may: a long text would be computed again for each of its tokens.
+        """
         self._wait()
-        return self._backend.compute_ff_tokens()
+        if not self._forced and self._looks_for_forced:
+            began_s = time.thread_time()
+            self._forced.extend(self._backend.compute_ff_tokens())
+            taken_s = time.thread_time() - began_s
+            self._share.spend(taken_s)
+            self._looks_for_forced = taken_s <= self.mean_s
+        return list(itertools.islice(self._forced, limit))
 
     def guessed_masks(self, guesses: Sequence[int]) -> Sequence[Mask]:
         """Return a mask for the token after each of these guesses: [words] each. The list ends before a guess that
@@ -207,6 +237,7 @@ class Matcher:
                 self._fail(OverBudgetError("the masks of guessed tokens took too long"))
             if filling.error is not None:
                 self._fail(filling.error)
+            self._share.spend(filling.processor_s)
             self._mask_s = filling.processor_s / len(guesses)
         return masks
 
@@ -222,6 +253,8 @@ class Matcher:
         if not self._backend.consume_token(token_id):
             self._fail(self._backend_error())
         self.complete = self._backend.is_stopped()
+        if self._forced and self._forced.popleft() != token_id:
+            self._forced.clear()
         self._charge(mask_s + time.thread_time() - began_s)
         self._filling = None
 
@@ -252,7 +285,10 @@ class Matcher:
         filling = self._filling
         if filling is None:
             return 0.0
-        if not filling.wait(self._budget.allowance_s):
+        began_s = time.perf_counter()
+        has_ended = filling.wait(self._budget.allowance_s)
+        self._share.block(time.perf_counter() - began_s)
+        if not has_ended:
             self._threads.give_up(filling)
             self._charge(filling.processor_s)
         if filling.error is not None:
@@ -261,6 +297,7 @@ class Matcher:
         return filling.processor_s
 
     def _charge(self, seconds: float) -> None:
+        self._share.spend(seconds)
         try:
             self._budget.charge(seconds)
         except OverBudgetError as error:
@@ -293,6 +330,9 @@ class GrammarCompiler:
     Args:
         tokenizer: the model's tokenizer.
         eos_token_ids: the model's EOS tokens; allowed only after a complete text.
+
+    Attributes:
+        share: shares a step's time between the matchers.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
@@ -302,6 +342,7 @@ class GrammarCompiler:
         self._trying = threading.Lock()  # a trial has one grammar at a time
         self._trial = _Trial()
         self._threads = MaskThreads()
+        self.share = MaskShare()
 
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the beginning of its text.
@@ -355,7 +396,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidGrammarError(str(error)) from None
         self._verdicts.put(grammar, Verdict(None, time.thread_time() - began_s))
-        return Matcher(compiled, backend.vocab_size, self._threads)
+        return Matcher(compiled, backend.vocab_size, self._threads, self.share)
 
     def compile_s(self, grammar: Grammar) -> float | None:
         """Estimate the processor time that the next matcher of a grammar takes to compile, in seconds.

@@ -83,6 +83,11 @@ class MaskBudget:
         """The most processor time that the next token may take, in seconds."""
         return self.left_s + self.mean_s
 
+    @property
+    def taken_s(self) -> float | None:
+        """Seconds of processor time that a token took, on average; None: no token has come."""
+        return self._spent_s / self._tokens if self._tokens else None
+
     def charge(self, seconds: float) -> None:
         """Subtract the processor time of one token from the budget.
 

@@ -17,7 +17,7 @@ from common.errors import GrammarFailedError, InvalidGrammarError
 from common.grammar import Grammar, Matcher
 from common.llm import LLM
 from common.phases import find_phase, phase_names
-from common.request import Request
+from common.request import Request, StepOutput
 from common.sampling import sample
 from common.sampling_inputs import TokenMasks
 from tests.engine_helpers import (
@@ -219,6 +219,30 @@ def test_slow_masks_fail_their_request_alone(phase: str) -> None:
     assert text_of(outputs, plain) == "a" * 30
     assert engine.telemetry.counters.failed_passes == 0
     assert answer(engine, Grammar.regex("b{3}")) == ("bbb", "stop", 3)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("phase", phase_names()[1:])
+def test_slow_masks_of_several_requests_take_turns(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four answers whose masks stay within the budget cost the others about as much as one. (Phase 4 computes all
+    sequences of its batch in every step.)"""
+    monkeypatch.setattr("common.mask_share.LONGEST_PASS_S", 0.0)
+    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)), max_batch_size=8)
+    slow = [add(engine, "ask", greedy(40, grammar=Grammar.regex("(ab)+"))) for _ in range(4)]
+    for request in slow:
+        assert request.matcher is not None
+        slowed(request.matcher, 0.0018)
+    quick = add(engine, "ask", greedy(50, grammar=Grammar.regex("(ba)+")))
+    plain = add(engine, "plain", greedy(50))
+    outputs: list[StepOutput] = []
+    while not plain.is_terminal:
+        outputs += engine.step()
+    assert quick.num_generated_tokens > 40, "it goes on in every step, or nearly"
+    assert sum(request.num_generated_tokens for request in slow) < 100, "of 160"
+    outputs += run(engine)
+    assert [text_of(outputs, request) for request in slow] == ["ab" * 20] * 4
+    assert text_of(outputs, quick) == "ba" * 25
+    assert text_of(outputs, plain) == "a" * 50
     assert_all_free(engine)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import MagicMock
 
 import jsonschema
 import numpy as np
@@ -100,6 +101,21 @@ def test_guesses_are_those_that_may_come_unless_other_tokens_must() -> None:
     assert forcing.revise([q, w], 9) == forcing.revise([], 9) == (forced, True)
     assert forcing.revise([], 1) == ([q], True)
     assert forcing.forced() == forced, "nothing has changed"
+
+
+def test_forced_tokens_are_computed_once_for_a_long_text() -> None:
+    matcher = COMPILER.new_matcher(Grammar.regex("q" * 300 + "[ab]"))
+    compute = MagicMock(wraps=matcher._backend.compute_ff_tokens)
+    matcher._backend = MagicMock(wraps=matcher._backend, compute_ff_tokens=compute)
+    for left in range(300, 200, -1):
+        assert matcher.revise([], 400)[0] == [ord("q")] * left
+        matcher.advance(ord("q"))
+    assert compute.call_count == 1
+    matcher._forced.clear()
+    matcher._budget.mean_s = 0.0
+    assert len(matcher.forced()) == 200, "and not again, since this took too long"
+    matcher._forced.clear()
+    assert matcher.forced() == []
 
 
 def test_there_are_no_more_guesses_than_masks_that_a_token_may_take() -> None:
