@@ -232,7 +232,7 @@ class EngineWorker:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the engine began its present step; 0 while it waits for work. Any thread may read this."""
+        """Seconds since the engine began its step, or was sent a request that it has not taken; 0 if it is idle."""
         return self._host.step_s
 
     @property

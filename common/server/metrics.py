@@ -34,7 +34,7 @@ _VLLM_COUNTERS = {
 
 #: Pages may take a twentieth of the event loop's time, and more for some seconds. Clients that ask in a loop, for
 #: which they need no key, get the latest page again. A scraper gets a new page each time.
-PAGE_SHARE, BURST_S = 1 / 20, 4.0
+PAGE_SHARE, BURST_S = 1 / 20, 1.0
 
 
 class Metrics(Collector):

@@ -82,6 +82,8 @@ def role_of(command: Sequence[str]) -> str:
             return name
     if "tests.faults.attackers" in line:
         return "attackers"
+    if "engine_server" in line:
+        return "engine"
     if "/ray/" in line or line.startswith("ray::"):
         return "Ray"
     return "grammar trials" if "grammar" in line else "server"
