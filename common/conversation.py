@@ -23,6 +23,7 @@ Content = str | Sequence[Mapping[str, Any]]
 Write = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]
 
 ROLES = ("system", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
 
 #: Two texts. Messages with them were read by the template if the rendered conversation has both.
 _FIRST, _SECOND = "Needle1", "Needle2"
@@ -48,7 +49,7 @@ class Accepts:
         texts: the roles whose content may be a text.
         parts: the roles whose content may be a list of parts.
         developers: whether the template names the role `developer`.
-        later_systems: whether the template shows system messages after the first message.
+        later: the roles, `system` and `developer`, of which the template shows messages after the first message.
         one_call_each: whether the template shows one call in a message, and refuses or drops a second one.
         argument_texts: whether the template reads a call's arguments as a JSON text, and not as an object.
     """
@@ -56,7 +57,7 @@ class Accepts:
     texts: frozenset[str]
     parts: frozenset[str]
     developers: bool
-    later_systems: bool
+    later: frozenset[str]
     one_call_each: bool
     argument_texts: bool
 
@@ -87,13 +88,17 @@ class Accepts:
 
         argument_texts = not calls(1, as_text=False) and calls(1, as_text=True)
         several = calls(2, as_text=argument_texts)
-        later = [{"role": "system", "content": _FIRST}, *_talk("assistant", _text)]
-        later += [{"role": "system", "content": _SECOND}, {"role": "user", "content": "?"}]
+
+        def takes_later(role: str) -> bool:
+            first, second = ({"role": role, "content": needle} for needle in (_FIRST, _SECOND))
+            asked = {"role": "user", "content": "?"}
+            return shown([first, asked, {"role": "assistant", "content": "!"}, second, asked]) is not None
+
         return cls(
             texts=frozenset(role for role in ROLES if takes(role, _text)),
             parts=frozenset(role for role in ROLES if takes(role, _parts)),
             developers=re.search("""['"]developer['"]""", source) is not None,
-            later_systems=shown(later) is not None,
+            later=frozenset(role for role in SYSTEM_ROLES if takes_later(role)),
             one_call_each=not several and calls(1, as_text=argument_texts),
             argument_texts=argument_texts,
         )
@@ -125,8 +130,9 @@ def adapted(messages: Sequence[Message], accepts: Accepts) -> list[dict[str, Any
     """Return a conversation as a template with the properties `accepts` reads it.
 
     A developer's message becomes a system message, unless the template names that role. It joins the system message
-    before it. If the template does not show later system messages, they all join the first one. Where a message has
-    more calls than the template shows, each call gets a message, followed by its result.
+    before it. If the template does not show later messages of its role, it joins the first message, as do later
+    system messages. Where a message has more calls than the template shows, each call gets a message, followed by
+    its result.
     """
     told = _with_systems_joined(messages, accepts)
     if accepts.one_call_each:
@@ -140,13 +146,14 @@ def _with_systems_joined(messages: Sequence[Message], accepts: Accepts) -> list[
         is_developer = message["role"] == "developer" and not accepts.developers
         if is_developer:
             message = {**message, "role": "system"}
-        is_later = message["role"] == "system" and bool(groups)
-        if is_later and not accepts.later_systems:
-            if groups[0][0]["role"] == "system":
-                groups[0].append(message)
-            else:
-                groups.insert(0, [message])
-        elif is_later and is_developer and groups[-1][0]["role"] == "system":
+        role = message["role"]
+        if not groups or role not in SYSTEM_ROLES:
+            groups.append([message])
+        elif role not in accepts.later:
+            if groups[0][0]["role"] not in SYSTEM_ROLES:
+                groups.insert(0, [])
+            groups[0].append(message)
+        elif is_developer and groups[-1][0]["role"] == "system":
             groups[-1].append(message)
         else:
             groups.append([message])

@@ -190,6 +190,11 @@ WRITTEN = '{"at": "a fox"}'
         ("chatml", [system("a"), system("b"), QUESTION], [system("a"), system("b"), QUESTION]),
         ("headers", [developer("b"), QUESTION], [developer("b"), QUESTION]),
         (
+            "developers",
+            [system("a"), developer("b"), QUESTION, developer("c")],
+            [system("a\n\nb\n\nc"), QUESTION],
+        ),
+        (
             "parts",
             [system("a"), {"role": "user", "content": []}],
             [{"role": "system", "content": parts("a")}, {"role": "user", "content": []}],
