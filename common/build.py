@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
-from common.device_defaults import log_sizes, sized_for, with_measured_chunk
+from common.device_defaults import log_sizes, sized_for, with_context, with_measured_chunk
 from common.engine import Engine, Phase
 from common.errors import StartupError
 from common.generate import ContiguousCache
@@ -88,15 +88,15 @@ class EngineBuilder(Generic[ConfigT]):
             checkpoint = open_checkpoint(config.model)
             if checkpoint.unused:
                 logger.warning("%s: not used: %s", config.model, "; ".join(checkpoint.unused))
-            config = _resolve(config, checkpoint.config.max_position_embeddings)
             params = _default_params(checkpoint, config)
             config, model, tokenizer = _load(checkpoint, config)
         elif tokenizer is None:
             raise ValueError("a ready model needs its tokenizer")
         else:
-            config, params = _resolve(config, model.max_positions), SamplingParams()
-            config = sized_for(config, model.config, model.dtype, model.device, weights=0)
-            check_memory(config, model.config, model.dtype, model.device, weights=0)
+            params, made_of = SamplingParams(), (model.config, model.dtype, model.device)
+            config = with_context(config, *made_of, weights=0, limit=model.max_positions)
+            config = sized_for(config, *made_of, weights=0)
+            check_memory(config, *made_of, weights=0)
         config = with_measured_chunk(config, model)
         log_sizes(given, config)
         shape = KVShape.of(model.config, model.dtype)
@@ -130,11 +130,6 @@ def _default_params(checkpoint: Checkpoint, config: EngineConfig) -> SamplingPar
     return params
 
 
-def _resolve(config: ConfigT, model_limit: int) -> ConfigT:
-    """Return the options with a number for `max_seq_len`, in tokens. StartupError: it is above `model_limit`."""
-    return config.model_copy(update={"max_seq_len": config.resolve_max_seq_len(model_limit)})
-
-
 def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, Tokenizer]:
     """Load a checkpoint's model and tokenizer. Returns the options with sizes for the device, and both.
 
@@ -142,8 +137,8 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     takes long.
 
     Raises:
-        StartupError: there is no such device, memory is short, the checkpoint cannot be read, or the device cannot
-            compute with its weights.
+        StartupError: there is no such device, `max_seq_len` exceeds the model's positions, memory is short, the
+            checkpoint cannot be read, or the device cannot compute with its weights.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
@@ -158,6 +153,8 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     )
     weights = weight_bytes(checkpoint.config, dtype, packed=native, int8=int8)
     read = weight_bytes(checkpoint.config, dtype, int8="layers" if checkpoint.is_int8 else "none")
+    limit = checkpoint.config.max_position_embeddings
+    config = with_context(config, checkpoint.config, dtype, device, weights=weights, limit=limit)
     config = sized_for(config, checkpoint.config, dtype, device, weights=weights)
     assert config.max_seq_len is not None
     check_memory(config, checkpoint.config, dtype, device, weights=weights, read=read)

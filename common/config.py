@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from common.errors import StartupError
 
-DEFAULT_MAX_SEQ_LEN = 4096
+#: The longest sequence, in tokens, that is served by default without asking whether memory allows it.
+SAFE_SEQ_LEN = 4096
 GPU_SEATS = 256
 
 
@@ -64,8 +65,8 @@ class EngineConfig(BaseModel):
     max_seq_len: int | None = Field(
         default=None,
         ge=2,
-        description="most prompt and new tokens of one request together; default: the model's limit, at most "
-        f"{DEFAULT_MAX_SEQ_LEN}",
+        description="most prompt and new tokens of one request together; default: the model's limit, halved "
+        f"(down to {SAFE_SEQ_LEN}) until the server takes half of the free memory",
     )
     max_waiting_requests: int = Field(
         default=64,
@@ -88,14 +89,26 @@ class EngineConfig(BaseModel):
         return "none" if value is None else value
 
     def resolve_max_seq_len(self, model_limit: int) -> int:
-        """Return the longest sequence served, in tokens. StartupError: the option exceeds the model's positions."""
+        """Return the longest sequence served, in tokens; without the option, at most `SAFE_SEQ_LEN`.
+
+        Raises:
+            StartupError: the option exceeds the model's positions.
+        """
         if self.max_seq_len is None:
-            return min(model_limit, DEFAULT_MAX_SEQ_LEN)
+            return min(model_limit, SAFE_SEQ_LEN)
         if self.max_seq_len > model_limit:
             raise StartupError(
                 f"--max-seq-len {self.max_seq_len} is beyond the model's {model_limit} positions: lower it"
             )
         return self.max_seq_len
+
+    def with_length(self, tokens: int, *, on_gpu: bool) -> Self:
+        """Return the options with `max_seq_len` set to `tokens`, to estimate the memory that this takes.
+
+        A slot for each sequence is as long as `max_seq_len`. On a GPU, longer slots must not cost seats.
+        """
+        seats = self.most_seats if on_gpu else self.max_batch_size
+        return self.model_copy(update={"max_seq_len": tokens, "max_batch_size": seats})
 
     def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
         """Return the options for a GPU. Sizes that were not given are set by what fits into its memory.

@@ -2,8 +2,9 @@
 
 | option | on a CPU | on a GPU |
 | --- | --- | --- |
+| `max_seq_len` | the model's limit, halved until memory allows it | the same |
 | `max_batch_size` | 8 | 256, or as many as fit; from phase 6 on, halved until the longest sequence fits |
-| `num_blocks` | `max_batch_size` sequences at their longest | as many as fit into nine tenths of the free memory |
+| `num_blocks` | `max_batch_size` sequences of 4096 tokens, or one at its longest | what fits into nine tenths |
 | `prefill_chunk_size`, `prefill_token_budget` | 256 | the fewest tokens that saturate the GPU, measured |
 """
 
@@ -35,12 +36,48 @@ ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 #: The fraction of a GPU's free memory that an engine may take. Libraries allocate memory that no estimate counts.
 GPU_SHARE = 0.9
+#: The fraction of free memory that an engine with a default `max_seq_len` may take, beside the memory that it takes
+#: with `SAFE_SEQ_LEN` in any case. Other programs need the rest, and on a GPU further seats.
+CONTEXT_SHARE = 0.5
 CHUNKS = (256, 512, 1024, 2048, 4096)  # sizes that are timed, in tokens
 SATURATED = 0.9  # a chunk saturates a GPU from this fraction of the best rate on
 TRIALS = 3  # timed passes for each size
 
 #: Options whose defaults depend on the device. A phase may lack some of them.
 SIZES = ("max_batch_size", "num_blocks", "prefill_chunk_size", "prefill_token_budget")
+
+
+def with_context(
+    config: ConfigT, model: ModelConfig, dtype: torch.dtype, device: torch.device, *, weights: int, limit: int
+) -> ConfigT:
+    """Return the options with a number for `max_seq_len`, and log where it comes from.
+
+    If it was not given, it is the model's limit, halved until the engine takes at most `CONTEXT_SHARE` of the free
+    memory, or as much as with `SAFE_SEQ_LEN`.
+
+    Args:
+        config: the options.
+        model, dtype, device, weights: as for `estimate_memory`.
+        limit: the model's positions.
+
+    Raises:
+        StartupError: the option exceeds the model's positions.
+    """
+
+    def needed(length: int) -> int:
+        sized = config.with_length(length, on_gpu=device.type == "cuda")
+        return estimate_memory(sized, model, dtype, device, weights=weights).total
+
+    length = least = config.resolve_max_seq_len(limit)
+    origin = "given"
+    if config.max_seq_len is None:
+        length, origin = limit, "the model's limit"
+        usable = max(int(CONTEXT_SHARE * free_memory(device)), needed(least))
+        while length > least and needed(length) > usable:
+            length = max(length // 2, least)
+            origin = f"the model's limit of {limit}, halved until memory allows it"
+    logger.info("a request may have %d tokens, prompt and answer together: %s", length, origin)
+    return config.model_copy(update={"max_seq_len": length})
 
 
 def sized_for(

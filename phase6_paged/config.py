@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from common.config import GPU_SEATS
+from common.config import GPU_SEATS, SAFE_SEQ_LEN
 from phase5_continuous.config import Config as ContinuousConfig
 
 MOST_BLOCKS = 2**26
@@ -27,9 +27,14 @@ class Config(ContinuousConfig):
     num_blocks: int | None = Field(
         default=None,
         ge=1,
-        description="number of blocks; default: as much memory as max_batch_size slots of max_seq_len; on a GPU, "
-        "as many blocks as fit",
+        description="number of blocks; default: enough for max_batch_size sequences of max_seq_len, or of "
+        f"{SAFE_SEQ_LEN} tokens if that is less, and for one of max_seq_len; on a GPU, as many blocks as fit",
     )
+
+    def with_length(self, tokens: int, *, on_gpu: bool) -> Self:
+        if self.kv_cache_backend == "contiguous":
+            return super().with_length(tokens, on_gpu=on_gpu)
+        return self.model_copy(update={"max_seq_len": tokens})  # seats share the blocks
 
     def for_gpu(self, fits: Callable[[Self], bool]) -> Self:
         if self.kv_cache_backend == "contiguous":
@@ -49,7 +54,9 @@ class Config(ContinuousConfig):
         """Return the number of blocks in the pool. Without `num_blocks`, `max_seq_len` must not be None."""
         if self.num_blocks is not None:
             return self.num_blocks
-        return -(-super().kv_tokens() // self.block_size)
+        assert self.max_seq_len is not None
+        tokens = max(self.max_batch_size * min(self.max_seq_len, SAFE_SEQ_LEN), self.max_seq_len)
+        return -(-tokens // self.block_size)
 
     def kv_tokens(self) -> int:
         if self.kv_cache_backend == "contiguous":

@@ -40,7 +40,9 @@ _checkpoint = functools.partial(open_checkpoint, MODEL)
 def estimate(sequences: int, context: int) -> MemoryEstimate:
     """Return the memory that phase 9 takes on a GPU, with KV memory for `sequences` of `context` tokens each."""
     shape = _checkpoint().config
-    config = Config(model=MODEL, max_batch_size=sequences, max_seq_len=context)
+    config = Config(
+        max_batch_size=sequences, max_seq_len=context, block_size=1, num_blocks=sequences * context
+    )
     weights = weight_bytes(shape, shape.dtype)
     return estimate_memory(config, shape, shape.dtype, torch.device("cuda"), weights=weights)
 

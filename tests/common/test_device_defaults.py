@@ -11,15 +11,17 @@ import pytest
 import torch
 
 import common.device_defaults
-from common.config import GPU_SEATS
+from common.config import GPU_SEATS, SAFE_SEQ_LEN
 from common.device_defaults import (
     CHUNKS,
+    CONTEXT_SHARE,
     GPU_SHARE,
     log_sizes,
     measured_chunk,
     pass_s,
     saturating,
     sized_for,
+    with_context,
     with_measured_chunk,
 )
 from common.memory import estimate_memory
@@ -57,6 +59,48 @@ def test_a_gpu_is_filled(phase: str, free: float, monkeypatch: pytest.MonkeyPatc
         assert total(config.model_copy(update={larger: getattr(config, larger) + 1})) > usable
     if larger == "num_blocks" and free == 80:
         assert config.max_batch_size == GPU_SEATS
+
+
+@pytest.mark.parametrize("phase", phase_names())
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_the_context_is_the_models_where_memory_allows_it(
+    phase: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = MODEL.max_position_embeddings
+    lengths = []
+
+    def needed(length: int) -> int:
+        config = find_phase(phase).Config().with_length(length, on_gpu=device is CUDA)
+        return estimate_memory(config, MODEL, torch.bfloat16, device, weights=WEIGHTS).total
+
+    for free in (1, 4, 8, 16, 64, 2**14):
+        monkeypatch.setattr(common.device_defaults, "free_memory", lambda _, free=free: free * 2**30)
+
+        def served(**options: Any) -> Any:
+            config = find_phase(phase).Config(**options)
+            return with_context(config, MODEL, torch.bfloat16, device, weights=WEIGHTS, limit=limit)
+
+        config = served()
+        lengths.append(config.max_seq_len)
+        usable = max(CONTEXT_SHARE * free * 2**30, needed(SAFE_SEQ_LEN))
+        assert needed(lengths[-1]) <= usable
+        assert lengths[-1] == limit or needed(2 * lengths[-1]) > usable
+        assert config.kv_tokens() >= config.max_seq_len
+        assert served(max_seq_len=8192).max_seq_len == 8192
+        if device is CUDA and free >= 16:
+            sized = sized_for(config, MODEL, torch.bfloat16, CUDA, weights=WEIGHTS)
+            assert sized.kv_tokens() >= sized.max_seq_len
+            assert (
+                sized.max_batch_size
+                == sized_for(
+                    config.model_copy(update={"max_seq_len": SAFE_SEQ_LEN}),
+                    *(MODEL, torch.bfloat16, CUDA),
+                    weights=WEIGHTS,
+                ).max_batch_size
+            ), "a longer context costs no seats"
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == limit
+    assert SAFE_SEQ_LEN <= lengths[0] < limit
 
 
 def test_a_given_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:

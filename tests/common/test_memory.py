@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import common.build
+import common.device_defaults
 import common.memory
 from common.config import EngineConfig
 from common.errors import StartupError
@@ -43,7 +44,8 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(common.memory, "free_memory", lambda _: count)
+    for module in (common.memory, common.device_defaults):
+        monkeypatch.setattr(module, "free_memory", lambda _: count)
 
 
 def refusal(config: EngineConfig, *, weights: int) -> str:

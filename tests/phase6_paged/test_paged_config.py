@@ -18,6 +18,8 @@ from tests.pools import paged
     [
         ({"max_batch_size": 8, "max_seq_len": 4096}, 8 * 256),
         ({"max_batch_size": 3, "max_seq_len": 10, "block_size": 4}, 8),  # 30 tokens, rounded up
+        ({"max_batch_size": 8, "max_seq_len": 8192}, 8 * 256),  # longer sequences share the blocks
+        ({"max_batch_size": 2, "max_seq_len": 16_384}, 1024),  # and one fits in any case
         ({"max_batch_size": 24, "max_seq_len": 2048, "num_blocks": 2048}, 2048),
         ({"max_batch_size": 1, "max_seq_len": 100, "num_blocks": 1}, 1),
     ],
