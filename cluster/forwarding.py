@@ -19,6 +19,7 @@ import orjson
 from starlette.types import ASGIApp, Message
 
 from cluster.policy import prefix_keys
+from common.server.bodies import REFERENCES
 from common.server.errors import ApiError, unavailable
 from common.server.stream import STREAM_ENDS
 
@@ -46,6 +47,8 @@ class Forwarded:
         named: whether the client chose the request's id.
         client: the client's address.
         keys: the keys of the prompt's beginning (`cluster.policy.prefix_keys`).
+        holder: the name of the replica that has the stored response which the request refers to; empty if it refers
+            to none.
         avoid: names of the replicas that refused the request or were lost while they computed it.
     """
 
@@ -57,6 +60,7 @@ class Forwarded:
     named: bool = True
     client: str | None = None
     keys: tuple[int, ...] = ()
+    holder: str = ""
     avoid: tuple[str, ...] = ()
 
     def scope(self) -> dict[str, Any]:
@@ -138,6 +142,23 @@ def read_keys(path: str, body: bytes) -> tuple[int, ...]:
         return tuple(prefix_keys(text, salt.encode()))
     except (ValueError, TypeError, AttributeError, LookupError):
         return ()
+
+
+def read_holder(path: str, body: bytes) -> str:
+    """Return the name of the replica that has the stored response which a request refers to, by its path or body.
+
+    Returns an empty text if it refers to none. The name is a part of the ids of a replica's responses and items.
+    """
+    _, responses, rest = path.partition("/v1/responses/")
+    named: Any = rest.partition("/")[0]
+    if not responses and any(word in body for word in REFERENCES):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError):
+            sent = orjson.loads(body)
+            items = () if isinstance(sent["input"], str) else sent["input"]
+            referred = (item["id"] for item in items if item.get("type") == "item_reference")
+            named = sent.get("previous_response_id") or next(referred, "")
+    parts = named.split("_") if isinstance(named, str) else []
+    return parts[1] if len(parts) > 2 else ""
 
 
 #: Most parts of an answer that may wait for the front. If so many wait, the app's `send` blocks.

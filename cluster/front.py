@@ -35,7 +35,7 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.answer import Answer
-from cluster.forwarding import GENERATING, Forwarded, Whole, read_keys, replica_lost
+from cluster.forwarding import GENERATING, Forwarded, Whole, read_holder, read_keys, replica_lost
 from cluster.merging import HEALTH, MERGES, METRICS, health, merge
 from common.errors import ShuttingDownError
 from common.memory import return_freed_memory
@@ -213,6 +213,7 @@ class Front:
             named=getattr(request.state, "named", True),
             client=client_of(request.scope),
             keys=read_keys(path, body),
+            holder=read_holder(path, body),
         )
 
     async def _reply(self, request: Forwarded, answer: Answer) -> None:
@@ -252,8 +253,8 @@ class Front:
     async def _try_one(self, request: Forwarded, answer: Answer, tried: list[str]) -> bool:
         """Forward the answer of one replica, and add its name to `tried`.
 
-        Returns True once the answer is sent, or False if the replica is busy and was not asked before. The
-        replica's refusal is then held back.
+        Returns True once the answer is sent, or False if the replica is busy, was not asked before, and another
+        replica may answer as well. The replica's refusal is then held back.
 
         Raises:
             ApiError: no replica took the request within `wait_s`.
@@ -269,7 +270,7 @@ class Front:
             refusal = answer.refusal
             if refusal == DEAD:
                 raise ReplicaLostError
-            if refusal in BUSY and tried[0] not in request.avoid:
+            if refusal in BUSY and tried[0] not in request.avoid and tried[0] != request.holder:
                 return False
             await answer.finish()
             return True

@@ -64,6 +64,7 @@ class Replica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine = await asyncio.to_thread(self._worker.build)
         names = server_options.served_model_name
+        name = serve.get_replica_context().replica_id.unique_id
         self._app = create_app(
             engine,
             worker=self._worker,
@@ -75,13 +76,15 @@ class Replica:
             tool_call_parser=server_options.tool_call_parser,
             reasoning_parser=server_options.reasoning_parser,
             strict_fields=server_options.strict_fields,
+            max_stored_responses=server_options.max_stored_responses,
+            id_tag=f"{name}_",
         )
         self._service: Service = self._app.state.server
         self._service.created = created
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
         freeze_objects()
-        self._name = serve.get_replica_context().replica_id.unique_id
+        self._name = name
         self._numbers = itertools.count()
         self._gauges = {field: metrics.Gauge(name, text) for field, (name, text) in GAUGES.items()}
 

@@ -40,9 +40,12 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types whe
             for name, replica in replicas.items():
                 self._read_report(name, replica.routing_stats)
             loads = {name: self._table.load(name) for name in replicas if name not in request.avoid}
-            chosen = self._policy.choose(
-                request.keys, loads or {name: self._table.load(name) for name in replicas}
-            )
+            if request.holder in loads:
+                chosen = request.holder
+            else:
+                chosen = self._policy.choose(
+                    request.keys, loads or {name: self._table.load(name) for name in replicas}
+                )
             self._chosen[request_id] = chosen
             self._table.begin(chosen)
         pending_request.future.add_done_callback(

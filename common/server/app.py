@@ -61,6 +61,8 @@ def create_app(
     tool_call_parser: ToolCallParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
     strict_fields: bool = False,
+    max_stored_responses: int = 1024,
+    id_tag: str = "",
 ) -> FastAPI:
     """Return the ASGI app that serves an engine. The app starts the engine's worker and stops it at shutdown.
 
@@ -85,6 +87,8 @@ def create_app(
         admin: whether clients may pause the engine (`POST /pause`, `POST /resume`).
         tool_call_parser, reasoning_parser: how tool calls and thoughts are found in answers (`Dialect.of`).
         strict_fields: whether unknown fields of a request's body are refused instead of ignored.
+        max_stored_responses: most responses that are kept for later requests; 0: none.
+        id_tag: part of the ids of answers (`Service`).
 
     Raises:
         TypeError: the engine runs in another process, and its worker is missing.
@@ -104,6 +108,8 @@ def create_app(
         live_view=live_view,
         dialect=Dialect.of(engine.tokenizer, tool_call_parser, reasoning_parser),
         strict_fields=strict_fields,
+        max_stored_responses=max_stored_responses,
+        id_tag=id_tag,
     )
 
     @contextlib.asynccontextmanager

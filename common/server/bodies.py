@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -34,6 +34,9 @@ MAX_CONTAINERS = 2**13
 
 # Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them.
 BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+#: Words of a body that refers to stored responses or their items.
+REFERENCES = (b"previous_response_id", b"item_reference")
 
 #: Prefix of all tags. A tag names one of the types that a field's value may have (pydantic's tagged unions).
 #: pydantic puts tags into an error's location, where they mean nothing to a client. `_explain` removes them.
@@ -192,9 +195,9 @@ def client_left(request: Request) -> bool:
     return asked is not None and asked()
 
 
-def too_large() -> ApiError:
+def too_large(what: str = "the body") -> ApiError:
     return ApiError(
-        413, f"the body is over {MAX_BODY_BYTES} bytes, the most this server reads", code="body_too_large"
+        413, f"{what} is over {MAX_BODY_BYTES} bytes, the most this server reads", code="body_too_large"
     )
 
 
@@ -249,8 +252,10 @@ class Body(BaseModel):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
-    """Parse and check a request's body, and return it as a `form`.
+def parse(
+    body: bytes, form: type[BodyT], limits: Limits, prepare: Callable[[BodyT], None] | None = None
+) -> BodyT:
+    """Parse and check a request's body, and return it as a `form`. `prepare` is called with it before the check.
 
     Raises:
         ApiError: 400, the body is not JSON, lacks a field, has a field of a wrong type, or an invalid `prompt`;
@@ -261,6 +266,8 @@ def parse(body: bytes, form: type[BodyT], limits: Limits) -> BodyT:
     except ValidationError as error:
         raise _explain(error) from None
     review(parsed, parsed._ignored, strict=limits.strict_fields)
+    if prepare is not None:
+        prepare(parsed)
     parsed.check(limits)
     return parsed
 

@@ -42,7 +42,7 @@ from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeo
 from common.grammar import Grammar, Matcher
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
-from common.server.bodies import BodyT, Limits, parse, refuse_too_many_values
+from common.server.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
 from common.server.errors import OVERLOADED, unavailable
 from common.server.requests.chat import ConversationRequest
 from common.server.requests.generation import GenerationRequest
@@ -89,20 +89,24 @@ class Intake:
         self._limits = limits
         self._dialect = dialect
 
-    async def parse(self, body: bytes, form: type[BodyT]) -> BodyT:
-        """Validate a request's body, and return it as a `form`.
+    async def parse(
+        self, body: bytes, form: type[BodyT], prepare: Callable[[BodyT], None] | None = None
+    ) -> BodyT:
+        """Validate a request's body, and return it as a `form`. `prepare` is called with it before it is checked.
 
-        A large body is validated in a thread, so that the event loop goes on.
+        A large body is validated in a thread, so that the event loop goes on. So is one that refers to stored
+        items, which may be many.
 
         Raises:
             ApiError: as `bodies.parse`; 413, it has too many values; 503, too many large bodies wait.
         """
-        if len(body) <= self._admission.LARGE_BODY_BYTES:
-            return parse(body, form, self._limits)
+        refers = prepare is not None and any(word in body for word in REFERENCES)
+        if len(body) <= self._admission.LARGE_BODY_BYTES and not refers:
+            return parse(body, form, self._limits, prepare)
 
         def validate() -> BodyT:
             refuse_too_many_values(body)
-            return parse(body, form, self._limits)
+            return parse(body, form, self._limits, prepare)
 
         return await self._admission.validating.run(validate)
 

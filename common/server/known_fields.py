@@ -78,7 +78,7 @@ UNIMPLEMENTED: Mapping[str, Mapping[str, Unimplemented]] = {
     },
     "responses, Anthropic's messages": {
         "echo": Unimplemented(_ONE_ANSWER, (False,)),
-        "n": Unimplemented(_ONE_ANSWER, (1,)),
+        "n": Unimplemented("there is one answer; completions and chat have n", (1,)),
         "prompt_logprobs": Unimplemented(_ONE_ANSWER),
         "return_token_ids": Unimplemented(_ONE_ANSWER, (False,)),
     },
@@ -87,7 +87,6 @@ UNIMPLEMENTED: Mapping[str, Mapping[str, Unimplemented]] = {
         "conversation": Unimplemented(_NOTHING_STORED),
         "image": Unimplemented(_READS_TEXT, ({},)),
         "previous_input_messages": Unimplemented(_NOTHING_STORED),
-        "previous_response_id": Unimplemented(_NOTHING_STORED),
         "prompt": Unimplemented(_NOTHING_STORED),
     },
     "messages": {

@@ -185,7 +185,7 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `CORSMiddleware` that let pages of these origins use the whole API."""
     return {
         "allow_origins": origins,
-        "allow_methods": ["GET", "POST"],
+        "allow_methods": ["GET", "POST", "DELETE"],
         "allow_headers": ["*"],
         "allow_private_network": True,  # Chrome asks for it if a public page calls a server of a private network
         "expose_headers": [REQUEST_ID, MESSAGES_REQUEST_ID, IGNORED, "Retry-After", SHOULD_RETRY],

@@ -15,7 +15,13 @@ from common.server.api.messages import EventType as MessageEventType
 from common.server.api.messages import Message, MessageEvent, MessagesRequest, TokenCount
 from common.server.bodies import MAX_BODY_BYTES, Limits
 from common.server.errors import SHOULD_RETRY
-from common.server.replies.response_shapes import EventType, ResponseEvent, ResponseObject
+from common.server.replies.response_shapes import (
+    DeletedResponse,
+    EventType,
+    InputItems,
+    ResponseEvent,
+    ResponseObject,
+)
 from common.server.replies.shapes import (
     CacheReset,
     ChatCompletion,
@@ -173,9 +179,16 @@ _MESSAGE_EVENTS = Stream(
     MessageEvent,
     names=get_args(MessageEventType),
 )
+_NOT_STORED = {404: "No such response is stored for this key"}
+_STORED = Documented(ResponseObject, "The stored response", _NOT_STORED)
+_DELETED = Documented(DeletedResponse, "The response is forgotten", _NOT_STORED)
+_INPUT_ITEMS = Documented(
+    InputItems, "The items that the response answers", {**_NOT_STORED, 422: "Another `order`"}
+)
 _MODELS = Documented(ModelList, "The served model")
 _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
 
+#: By path, after the method if the path has several.
 ROUTES: dict[str, Documented] = {
     "/v1/completions": Documented(Completion, _CHOICES, _NATIVE, CompletionRequest, _NAMED_EVENTS),
     "/openai/v1/completions": Documented(
@@ -187,6 +200,12 @@ ROUTES: dict[str, Documented] = {
     "/openai/v1/responses": Documented(
         ResponseObject, _RESPONSE, _STRICT, ResponsesRequest, _RESPONSE_EVENTS
     ),
+    "GET /v1/responses/{response_id}": _STORED,
+    "GET /openai/v1/responses/{response_id}": _STORED,
+    "DELETE /v1/responses/{response_id}": _DELETED,
+    "DELETE /openai/v1/responses/{response_id}": _DELETED,
+    "/v1/responses/{response_id}/input_items": _INPUT_ITEMS,
+    "/openai/v1/responses/{response_id}/input_items": _INPUT_ITEMS,
     "/v1/messages": Documented(
         Message,
         "The message, complete, or an event stream of it",
@@ -261,8 +280,10 @@ def openapi_document(
         servers=[{"url": root_path}] if root_path else None,
     )
     models: set[type[Any] | None] = {ErrorResponse, MessagesError}
-    for path, route in ROUTES.items():
-        (operation,) = document["paths"][path].values()
+    for name, route in ROUTES.items():
+        method, _, path = name.rpartition(" ")
+        operations = document["paths"][path]
+        operation = operations[method.lower()] if method else next(iter(operations.values()))
         _describe(operation, route)
         models |= {route.answer, route.body, None if route.stream is None else route.stream.data}
     schemas = _schemas(model for model in models if model is not None)

@@ -86,6 +86,12 @@ class CommonOptions(BaseModel):
         default=False,
         description="refuse requests with fields that the server does not know, instead of ignoring these fields",
     )
+    max_stored_responses: int = Field(
+        default=1024,
+        ge=0,
+        description="latest responses of /v1/responses that are kept in memory for previous_response_id; all "
+        "together take 64 MiB at most; 0: none is kept",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severe messages that are logged; info has a line for each request"
     )

@@ -6,11 +6,12 @@ function, `generate`.
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +24,7 @@ from common.server.middleware import client_of
 from common.server.replies.answer import Answer, WireFormat, collect, stream_events
 from common.server.replies.chat import ChatChunks
 from common.server.replies.completions import CompletionChunks, NamedCompletionEvents
+from common.server.replies.response_shapes import DeletedResponse, InputItems
 from common.server.replies.responses import ResponseEvents
 from common.server.replies.shapes import InputTokens, Text, Tokens, json_response
 from common.server.requests.chat import ChatRequest
@@ -31,6 +33,7 @@ from common.server.requests.generation import GenerationRequest
 from common.server.requests.responses import ResponsesRequest
 from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.service import Served, Service
+from common.server.stored_responses import owner_of
 from common.server.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
 
 router = APIRouter()
@@ -47,12 +50,14 @@ class Route(Generic[RequestT]):
         wire: returns the object that writes an answer in the route's format.
         streams: returns whether a request is answered with an event stream instead of JSON.
         id_prefix: the beginning of the ids of the route's answers.
+        prepare: completes a validated body before it is checked; None: it is complete.
     """
 
     body: type[RequestT]
     wire: Callable[[Answer, RequestT], WireFormat]
     streams: Callable[[GenerationRequest, Request], bool]
     id_prefix: str
+    prepare: Callable[[Request, RequestT], None] | None = None
 
 
 def streams_unless_json_is_asked_for(wanted: GenerationRequest, request: Request) -> bool:
@@ -76,7 +81,15 @@ def streams_if_asked_to(wanted: GenerationRequest, _: Request) -> bool:
 COMPLETIONS = Route(CompletionRequest, NamedCompletionEvents, streams_unless_json_is_asked_for, "cmpl-")
 STRICT_COMPLETIONS = Route(CompletionRequest, CompletionChunks, streams_if_asked_to, "cmpl-")
 CHAT = Route(ChatRequest, ChatChunks, streams_if_asked_to, "chatcmpl-")
-RESPONSES = Route(ResponsesRequest, ResponseEvents, streams_if_asked_to, "resp_")
+
+
+def recall(request: Request, wanted: ResponsesRequest) -> None:
+    """Fetch the stored items that the body of a response refers to."""
+    service: Service = request.app.state.server
+    wanted.recall(service.stored, owner_of(request.headers))
+
+
+RESPONSES = Route(ResponsesRequest, ResponseEvents, streams_if_asked_to, "resp_", recall)
 
 
 @router.post("/v1/completions")
@@ -101,8 +114,39 @@ async def create_chat_completion(request: Request) -> Response:
 @router.post("/v1/responses")
 @router.post("/openai/v1/responses")
 async def create_response(request: Request) -> Response:
-    """Answer a text or a list of items, as one response or, if asked to, as an event stream. Nothing is stored."""
+    """Answer a text or a list of items, as one response or, if asked to, as an event stream."""
     return await generate(request, RESPONSES)
+
+
+@router.get("/v1/responses/{response_id}")
+@router.get("/openai/v1/responses/{response_id}")
+async def retrieve_response(request: Request, service: Served, response_id: str) -> Response:
+    """Return a stored response."""
+    stored = service.stored.get(owner_of(request.headers), response_id)
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+@router.delete("/openai/v1/responses/{response_id}")
+async def delete_response(request: Request, service: Served, response_id: str) -> Response:
+    """Forget a stored response."""
+    service.stored.remove(owner_of(request.headers), response_id)
+    reply: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
+    return json_response(reply)
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/openai/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request, service: Served, response_id: str, order: Literal["asc", "desc"] = "desc"
+) -> Response:
+    """Return the items that a stored response answers, those of earlier responses included."""
+    items = service.stored.get(owner_of(request.headers), response_id).input_items(response_id)
+    if order == "desc":
+        items.reverse()
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
+    reply: InputItems = {"object": "list", "data": items, "has_more": False, **ends}  # type: ignore[typeddict-item]
+    return json_response(reply)
 
 
 async def generate(request: Request, route: Route[RequestT]) -> Response:
@@ -166,12 +210,13 @@ async def take_in(
     Returns the validated request, whether it is answered with a stream, and its answer without any output yet.
     `arrived_s` is the time by which the body had come, on `time.monotonic`'s clock.
     """
-    wanted = await service.intake.parse(body, route.body)
+    prepare = None if route.prepare is None else functools.partial(route.prepare, request)
+    wanted = await service.intake.parse(body, route.body, prepare)
     service.note_ignored(request, wanted)
     streaming = route.streams(wanted, request)
     # The request's id becomes part of the answer's, unless the client chose it: answers need unique ids.
     number = uuid.uuid4().hex if request.state.named else request.state.request_id
-    answer_id = f"{route.id_prefix}{number}"
+    answer_id = f"{route.id_prefix}{service.id_tag}{number}"
     streams = await service.intake.submit(wanted, answer_id, arrived_s)
     answer = Answer.to(
         wanted,
@@ -195,7 +240,8 @@ async def take_in(
 async def count_input_tokens(request: Request, service: Served) -> Response:
     """Return the number of tokens of the prompt that the body of a response becomes."""
     body = await service.bodies.read_json(request)
-    wanted = await while_connected(request.receive, service.intake.parse(body, ResponsesRequest))
+    prepare = functools.partial(recall, request)
+    wanted = await while_connected(request.receive, service.intake.parse(body, ResponsesRequest, prepare))
     service.note_ignored(request, wanted)
     tokens = await while_connected(request.receive, service.intake.count(wanted))
     reply: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}

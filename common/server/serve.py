@@ -129,6 +129,7 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
             strict_fields=options.strict_fields,
+            max_stored_responses=options.max_stored_responses,
         )
         service: Service = app.state.server
         address = url_of(listener, tls=options.ssl_certfile is not None)

@@ -21,6 +21,7 @@ from common.server.errors import unavailable
 from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
+from common.server.stored_responses import ResponseStore
 from common.version import project_version
 from common.worker import EngineWorker
 
@@ -45,6 +46,8 @@ class Service:
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: the clients that watch the engine's steps; None: the live view is off.
         recordings: the traces that clients record.
+        stored: the responses that clients may refer to.
+        id_tag: part of the ids of answers: with it, the front of a cluster finds the replica that stored one.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Service:
         live_view: bool,
         dialect: Dialect,
         strict_fields: bool,
+        max_stored_responses: int,
+        id_tag: str,
     ) -> None:
         self.engine = engine
         self.worker = worker
@@ -78,6 +83,8 @@ class Service:
             strict_fields=strict_fields,
         )
         self.dialect = dialect
+        self.stored = ResponseStore(max_stored_responses)
+        self.id_tag = id_tag
         self.admission = Admission()
         self.intake = Intake(engine, worker, self.admission, self.limits, dialect)
         self.live_view = LiveView(worker) if live_view else None

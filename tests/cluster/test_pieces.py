@@ -12,7 +12,17 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.answer import Answer
-from cluster.forwarding import Ended, Forwarded, Head, LocalCall, Part, Whole, collect, read_keys
+from cluster.forwarding import (
+    Ended,
+    Forwarded,
+    Head,
+    LocalCall,
+    Part,
+    Whole,
+    collect,
+    read_holder,
+    read_keys,
+)
 from cluster.merging import health, merge
 from cluster.scaling import replicas_for
 from common.engine import Engine
@@ -374,6 +384,37 @@ def test_prompts_of_both_kinds_have_keys_and_salts_count() -> None:
 def test_what_is_no_request_is_the_replicas_to_refuse(body: bytes) -> None:
     assert read_keys("/v1/completions", body) == ()
     assert read_keys("/tokenize", orjson.dumps({"prompt": LONG})) == ()
+
+
+def test_messages_of_anthropics_api_have_the_keys_of_the_last_turn() -> None:
+    first = {"system": [{"type": "text", "text": LONG}], "messages": [{"role": "user", "content": "Hello"}]}
+    second = first | {"messages": [*first["messages"], {"role": "assistant", "content": LONG}]}
+    before, after = (keys_of("/v1/messages", **each) for each in (first, second))
+    assert len(before) >= 4
+    assert after[: len(before)] == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "holder"),
+    [
+        ("/v1/responses/resp_ab_12", {}, "ab"),
+        ("/openai/v1/responses/resp_ab_12/input_items", {}, "ab"),
+        ("/v1/responses", {"previous_response_id": "resp_ab_12", "input": "Hi"}, "ab"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user"}, {"type": "item_reference", "id": "msg_ab_12_0"}]},
+            "ab",
+        ),
+        ("/v1/responses", {"input": "item_reference"}, ""),
+        ("/v1/responses", {"input": [5, "previous_response_id"]}, ""),
+        ("/v1/responses", ["previous_response_id"], ""),
+        ("/v1/responses", {"previous_response_id": 5, "input": "Hi"}, ""),
+        ("/v1/responses/resp_1", {}, ""),
+        ("/v1/chat/completions", {"messages": []}, ""),
+    ],
+)
+def test_a_stored_responses_id_names_its_replica(path: str, body: object, holder: str) -> None:
+    assert read_holder(path, orjson.dumps(body)) == holder
 
 
 # ---------------------------------------------------------------------- sums

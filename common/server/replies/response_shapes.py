@@ -98,12 +98,12 @@ class Settings(TypedDict):
     max_tool_calls: None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: Annotated[bool, Field(description="whether the response is stored once it is complete")]
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -127,6 +127,24 @@ class ResponseObject(Settings):
     incomplete_details: IncompleteDetails | None
     output: list[OutputItem]
     usage: ResponseUsage | None
+
+
+class DeletedResponse(TypedDict):
+    """The JSON answer of `DELETE /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(TypedDict):
+    """The JSON answer of `/v1/responses/{id}/input_items`."""
+
+    object: Literal["list"]
+    data: Annotated[list[dict[str, Any]], Field(description="the latest first, unless `order` is `asc`")]
+    first_id: str
+    last_id: str
+    has_more: Literal[False]
 
 
 # ---------------------------------------------------------------------- the stream

@@ -68,6 +68,7 @@ class ResponseEvents(WireFormat):
         self._pieces: list[str] = []  # of that item's text
         self._logprobs: list[ChatTokenLogprobs] = []  # of tokens whose text has not come yet
         self._num_events = 0
+        self._whole: ResponseObject | None = None  # once the answer has ended
 
     def opening(self) -> bytes:
         return _encoded(
@@ -76,7 +77,10 @@ class ResponseEvents(WireFormat):
         )
 
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        return _encoded(self._events(choice, output))
+        events = _encoded(self._events(choice, output))
+        if self._whole is not None:
+            self._wanted.keep(self._whole)
+        return events
 
     def lost(self, choice: Choice, failed: StepOutput) -> bytes:
         written, self._num_events = self._num_events, AFTER_ALL
@@ -94,7 +98,9 @@ class ResponseEvents(WireFormat):
         for each in events:
             for entry in each.get("logprobs", ()):
                 self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
-        return events[-1]["response"]
+        response = events[-1]["response"]
+        self._wanted.keep(response)
+        return response
 
     # ------------------------------------------------------------------ events
 
@@ -194,6 +200,7 @@ class ResponseEvents(WireFormat):
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._whole = response
         name: Any = f"response.{status}"
         yield self._event(name, response=response)
 

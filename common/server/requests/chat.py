@@ -169,10 +169,6 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         default=True, description="an answer may have several calls; false: one at most"
     )
 
-    store: bool | None = Field(
-        default=False, description="nothing is stored: if true, the answer has it as false"
-    )
-
     tool_choice: Any = None  # each body has a type of its own
 
     @property
@@ -312,6 +308,8 @@ class ChatRequest(ConversationRequest):
     )
 
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
+
+    store: bool | None = Field(default=False, description="chats are not stored")
 
     @property
     def turns(self) -> Sequence[ChatMessage]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field, Tag, TypeAdapter
 from pydantic.json_schema import SkipJsonSchema
 
 from common.server.bodies import BODY, refused
@@ -143,11 +143,19 @@ class Reasoning(InputItem):
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
+class ItemReference(InputItem):
+    """An item of an earlier response's output, by its id."""
+
+    type: Literal["item_reference"]
+    id: Label
+
+
 Item = Annotated[
     Annotated[Message, Tag("as a message")]
     | Annotated[FunctionCall, Tag("as a call")]
     | Annotated[FunctionCallOutput, Tag("as an output")]
     | Annotated[Reasoning, Tag("as reasoning")]
+    | Annotated[ItemReference, Tag("as a reference")]
     | SkipJsonSchema[Annotated[Other, Tag("as another")]],
     by_kind(
         {
@@ -155,6 +163,7 @@ Item = Annotated[
             "function_call": "as a call",
             "function_call_output": "as an output",
             "reasoning": "as reasoning",
+            "item_reference": "as a reference",
         },
         default="message",
     ),
@@ -164,6 +173,10 @@ Input = Annotated[
     | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("as items")],
     by_type({str: "as text", list: "as items"}, "input_type", "a string or a list of items"),
 ]
+
+
+#: Validates and writes lists of items.
+ITEMS = TypeAdapter[list[Any]](list[Item])
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -208,14 +221,14 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
     return messages
 
 
-def check_items(items: Sequence[Any]) -> None:
-    """Refuse items and parts of types that are not implemented, and outputs without an earlier call of the same
-    `call_id`.
+def check_items(items: Sequence[Any], earlier: Sequence[Any]) -> None:
+    """Refuse items and parts of types that are not implemented, and outputs without a call of the same `call_id`
+    before them: in `items`, or in the `earlier` items of stored responses.
 
     Raises:
         ApiError: 422.
     """
-    calls = set()
+    calls = {item.call_id for item in earlier if isinstance(item, FunctionCall)}
     for number, item in enumerate(items):
         name = f"input[{number}]"
         refuse_other(name, item, "items are messages, reasoning, function_call and function_call_output")

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import orjson
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field, PrivateAttr, Tag
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import to_json
 
 from common.calls import Function
 from common.grammar import Grammar
 from common.schemas import size
-from common.server.bodies import BODY, refused
+from common.server.bodies import BODY, MAX_BODY_BYTES, refused, too_large
 from common.server.errors import shorten
-from common.server.replies.response_shapes import Settings
+from common.server.replies.response_shapes import ResponseObject, Settings
 from common.server.requests.answer_forms import naming
 from common.server.requests.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
 from common.server.requests.forms import Other, by_kind
 from common.server.requests.generation import NewTokens, Whole
-from common.server.requests.items import Input, check_items, flat_name, message, messages_of
+from common.server.requests.items import (
+    ITEMS,
+    Input,
+    ItemReference,
+    Message,
+    check_items,
+    flat_name,
+    message,
+    messages_of,
+)
 from common.server.requests.messages import ChatMessage
 from common.server.requests.tools import (
     BY_CHOICE,
@@ -33,6 +42,7 @@ from common.server.requests.tools import (
     functions_of,
     log_once,
 )
+from common.server.stored_responses import ResponseStore, Stored
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -215,14 +225,63 @@ class ResponsesRequest(ConversationRequest):
         description="`auto`: a conversation that is too long is cut, and its last tokens stay",
     )
     stream: bool | None = Field(default=False, description="answer with an event stream")
+    previous_response_id: str | None = Field(
+        default=None, description="a stored response, whose conversation the input continues"
+    )
+    store: bool | None = Field(
+        default=True, description="the response is stored, unless the server stores none"
+    )
+
+    _earlier: list[Any] = PrivateAttr(
+        default_factory=list
+    )  # items of the conversation that the input continues
+    _keep: Callable[[str, bytes], None] | None = PrivateAttr(default=None)
+
+    def recall(self, store: ResponseStore, owner: bytes) -> None:
+        """Fetch the stored items that the request refers to, and note where its response is to be stored.
+
+        Raises:
+            ApiError: 404, this owner has no such response or item; 413, the whole conversation is too large.
+        """
+        earlier = b"[]"
+        if self.previous_response_id is not None:
+            earlier = store.conversation(owner, self.previous_response_id)
+            self._earlier = ITEMS.validate_json(earlier)
+        given: Any = self.input
+        if not isinstance(given, str):
+            self.input = [
+                ITEMS.validate_python([store.item(owner, item.id)])[0]
+                if isinstance(item, ItemReference)
+                else item
+                for item in given
+            ]
+        if store.limit == 0 or self.store is False:
+            return
+        added = ITEMS.dump_json(self._items, exclude_none=True)
+        conversation = added if earlier == b"[]" else earlier[:-1] + b"," + added[1:]
+        if len(conversation) > MAX_BODY_BYTES:
+            raise too_large("the conversation with its stored items")
+
+        def keep(response_id: str, response: bytes) -> None:
+            store.put(response_id, Stored(owner, conversation, response))
+
+        self._keep = keep
+
+    def keep(self, response: ResponseObject) -> None:
+        """Store the response to this request, if the request and the server want that."""
+        if self._keep is not None:
+            self._keep(response["id"], orjson.dumps(response))
+
+    @property
+    def _items(self) -> list[Any]:
+        """The items of the input."""
+        given: Any = self.input
+        return [Message(role="user", content=given)] if isinstance(given, str) else given
 
     @cached_property
     def turns(self) -> list[ChatMessage]:
-        given: Any = self.input
         messages = [] if self.instructions is None else [message("system", self.instructions)]
-        if isinstance(given, str):
-            return [*messages, message("user", given)]
-        return messages + messages_of(given)
+        return messages + messages_of([*self._earlier, *self._items])
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -324,12 +383,12 @@ class ResponsesRequest(ConversationRequest):
             "max_tool_calls": None,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {"effort": reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
-            "store": False,
+            "store": self._keep is not None,
             "temperature": temperature,
             "text": _written({"format": self._format.model_dump(by_alias=True, exclude_none=True)}),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
@@ -347,7 +406,7 @@ class ResponsesRequest(ConversationRequest):
         self.check_messages(())
         given: Any = self.input
         if not isinstance(given, str):
-            check_items(given)
+            check_items(given, self._earlier)
         if not self.turns:
             raise refused("input", "no item in it is a message, a call, an output or reasoning with a text")
         if self.top_logprobs and self.reported_logprobs is None:

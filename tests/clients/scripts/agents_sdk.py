@@ -68,7 +68,7 @@ def refusals() -> Any:
     def ask(**settings: Any) -> Any:
         return asyncio.run(Runner.run(agent(**settings), GIVEN["question"], max_turns=3))
 
-    return {"value": caught(lambda: ask(top_p=2)), "stored": caught(lambda: ask(store=True)), "next": loop()}
+    return {"value": caught(lambda: ask(top_p=2)), "next": loop()}
 
 
 report(loop, streamed, refusals)
