@@ -29,8 +29,8 @@
 #   make docs-version    build the site of this version into the local branch `docs-site`, beside the versions there
 #   make docs-serve      build the site and serve it at http://127.0.0.1:8000
 #   make clean           remove what was built; `make distclean` the environments, too; measurements stay
-# PIP_ARGS goes to pip. On a machine without an NVIDIA GPU, take the CPU build of torch, about 1 GB installed instead of
-# several: PIP_ARGS="--extra-index-url URL", with the index that pytorch.org names for the CPU build
+# PIP_ARGS goes to pip. Without it, and without an NVIDIA driver on the machine, the CPU build of torch is taken from
+# pytorch's index (TORCH_CPU_INDEX) if that can be reached: about 1 GB installed instead of several.
 
 PYTHON ?= python3
 PHASE ?= 9
@@ -45,6 +45,11 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 # Python compiles a module when it is first imported. pip would compile thousands that are never used.
 INSTALL = $(BIN)/pip install --quiet --no-compile $(PIP_ARGS)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+NVIDIA_DRIVER ?= $(wildcard /proc/driver/nvidia/version)
+# Asked once: pip would try an index that cannot be reached again and again, for every package.
+REACHED = import urllib.request; urllib.request.urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=5)
+CPU_BUILD = $(if $(PIP_ARGS)$(NVIDIA_DRIVER),,$(shell $(PYTHON) -c '$(REACHED)' 2>/dev/null && echo --extra-index-url $(TORCH_CPU_INDEX)))
 # The interpreter of `make gpu`: the one that was named, else the environment's where it exists.
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 
@@ -65,7 +70,7 @@ help:
 	@echo "Installing torch, the server's packages and a C++ build of its kernels into .venv. With a CPU build of torch"
 	@echo "this is about 1 GB on disk, with a CUDA build several GB; it takes minutes, most of them for the download."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) -c constraints.txt -e .
+	$(INSTALL) $(CPU_BUILD) -c constraints.txt -e .
 	$(BIN)/python -m kernels.native
 	touch $@
 

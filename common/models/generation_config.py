@@ -1,9 +1,15 @@
-"""The sampling parameters that a checkpoint suggests, in its `generation_config.json`."""
+"""The sampling parameters that a checkpoint suggests, in its `generation_config.json`.
+
+GGUF files have none. For the models of `infer fetch`, the catalogue suggests them (`common.models.fetch`).
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from common.errors import StartupError
 from common.models.config import JsonObject
+from common.models.fetch import FETCHABLE
 from common.request import SamplingParams
 
 #: Besides `TOP_K`, the entries that are read. `do_sample` is not read, as in vLLM: transformers' default, False,
@@ -30,6 +36,15 @@ def suggested_params(raw: JsonObject) -> SamplingParams:
         return SamplingParams(**given)
     except ValueError as error:
         raise StartupError(f"{error}; --generation-config none leaves it out") from None
+
+
+def origin_of(
+    params: SamplingParams, model: str
+) -> Literal["generation_config.json", "infer fetch", "server"]:
+    """Return where the default sampling parameters of the model with this name come from."""
+    if params == SamplingParams():
+        return "server"
+    return "infer fetch" if model in FETCHABLE else "generation_config.json"
 
 
 def in_words(params: SamplingParams) -> str:

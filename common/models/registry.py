@@ -127,9 +127,12 @@ def default_params(checkpoint: Checkpoint) -> SamplingParams:
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:
+    """Open a GGUF file. If `infer fetch` knows the model by its name, its catalogue has the sampling parameters."""
     file = GGUFFile.open(path)
     checkpoint = GGUFCheckpoint(name, _parse(path, config_of(file), parse_config), file)
     checkpoint.unused = checkpoint.vocabulary.unused()
+    if name in FETCHABLE:
+        checkpoint.generation_config = dict(FETCHABLE[name].sampling)
     return checkpoint
 
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import ShuttingDownError
-from common.request import SamplingParams
+from common.models.generation_config import origin_of
 from common.server.bodies import check_model
 from common.server.errors import ApiError
 from common.server.live_view import TraceStream
@@ -65,7 +65,7 @@ def model_card(service: Service, name: str) -> ModelCard:
             "min_p": params.min_p,
             "repetition_penalty": params.repetition_penalty,
         },
-        "sampling_defaults_from": "server" if params == SamplingParams() else "generation_config.json",
+        "sampling_defaults_from": origin_of(params, service.engine.config.model),
     }
 
 

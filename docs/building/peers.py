@@ -1,4 +1,4 @@
-"""Phase 9 beside vLLM, as bars: pictures for pages, and text for the README."""
+"""Phase 9 beside vLLM, as bars."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from docs.building.results import RESULTS, full_comparisons, setup_of, values_of
 
 PHASE, PEER = "phase 9", "vLLM"
 (THROUGHPUT,) = (line for line in LINES if line.title == "output tokens / s")
-TEXT_BAR = 40  # characters
-MODEL = "dummy:llama-60m"  # of the start page and the README
+MODEL = "dummy:llama-60m"  # of the start page
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +77,6 @@ def conditions(results: Path = RESULTS, model: str = MODEL) -> str:
         "thread bound to each core and prefix caching on. vLLM is made for GPUs first, but the two servers were "
         "not compared on a GPU."
     )
-
-
-def peer_bars(results: Path = RESULTS) -> str:
-    """Return the bars of `peer_chart` as text, for the README."""
-    shown = pairs(results)
-    longest = max(max(pair.ours, pair.theirs) for pair in shown)
-    name = _peer(shown[0].group)
-    rows = [f"output tokens/s, longer is better:   █ {PHASE}   ░ {name}", ""]
-    for pair in shown:
-        for label, mark, value in ((pair.workload, "█", pair.ours), ("", "░", pair.theirs)):
-            rows.append(f"{label:20} {mark * round(value / longest * TEXT_BAR)} {value:.0f}")
-    return "\n".join(rows) + "\n"
 
 
 def _peer(group: Together) -> str:

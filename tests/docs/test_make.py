@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,30 @@ def test_figures_are_drawn_again_when_their_sources_change(tree: Path, changed: 
 def test_figures_are_drawn_again_when_a_result_or_the_figures_are_gone(tree: Path, gone: str) -> None:
     (tree / gone).unlink()
     assert DRAWS in make(tree, "-n", "docs")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ((), True),
+        (("NVIDIA_DRIVER=/proc/driver/nvidia/version",), False),
+        (("PIP_ARGS=--find-links wheels",), False),
+        (("TORCH_CPU_INDEX=http://127.0.0.1:9",), False),  # nothing listens there
+    ],
+)
+def test_the_cpu_build_of_torch_is_taken_where_its_index_is_reached(
+    tree: Path, given: tuple[str, ...], taken: bool
+) -> None:
+    (tree / ".venv/base").unlink()
+    (tree / "index/torch").mkdir(parents=True)
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tree / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as index:
+        threading.Thread(target=index.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{index.server_port}"
+        asked = make(tree, "-n", f"TORCH_CPU_INDEX={address}", "NVIDIA_DRIVER=", *given, ".venv/base")
+        index.shutdown()
+    assert (f"--extra-index-url {address} -c constraints.txt" in asked) is taken
+    assert ("--extra-index-url" in asked) is taken
 
 
 def test_tests_take_an_order(tree: Path) -> None:

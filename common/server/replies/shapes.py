@@ -346,9 +346,10 @@ class ModelCard(TypedDict):
         SamplingDefaults, Field(description="the sampling parameters of requests that name none")
     ]
     sampling_defaults_from: Annotated[
-        Literal["generation_config.json", "server"],
+        Literal["generation_config.json", "infer fetch", "server"],
         Field(
-            description="`server` if the checkpoint suggests none, or `--generation-config none` ignores them"
+            description="`infer fetch`: the recommendation in its catalogue of models. `server`: there is no "
+            "suggestion, or `--generation-config none` ignores it"
         ),
     ]
 
