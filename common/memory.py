@@ -100,13 +100,15 @@ def estimate_memory(
 def _activation_bytes_per_token(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes that a pass holds at once for each of its tokens, in the widest part of a layer.
 
-    Four tensors of hidden size are held around a norm: the residual stream, a layer's output, their sum, the normed
-    sum. Beside them are either the MLP's gate, up and their product, or four copies of queries, keys and values.
+    Four tensors of hidden size are held around a norm: a layer's output, the normed sum, and in float32 the
+    residual stream before and after the addition. Beside them are either the MLP's gate, up and their product, or
+    four copies of queries, keys and values.
     """
     attention_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    width = 4 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)
+    width = 2 * model.hidden_size + max(3 * model.intermediate_size, 4 * attention_width)
     # On a CPU, norms and products of smaller types are computed in float32.
-    return width * (dtype if device.type == "cuda" else torch.float32).itemsize
+    itemsize = dtype.itemsize if device.type == "cuda" else 4
+    return width * itemsize + 2 * 4 * model.hidden_size
 
 
 def check_memory(

@@ -58,18 +58,18 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `x` to the residual stream and normalise the sum: the step between two parts of a model.
 
-    The sum is rounded to the dtype of `x` *before* it is normalised, so both results describe the same
-    numbers. Neither input is written to.
+    The residual stream stays in float32. Rounded to the dtype of `x` at each addition, it would lose what small
+    parts add to it. Neither input is written to.
 
     Args:
         x: [T, H], output of the part before: attention or a feed-forward network.
-        residual: [T, H], the residual stream, dtype of `x`.
+        residual: [T, H] float32, the residual stream.
         weight: [H], any floating dtype.
         eps: added to the mean square.
         offset: added to `weight`; 1.0 for Gemma.
 
     Returns:
-        (normed [T, H], new_residual [T, H]), both contiguous, dtype of `x`.
+        (normed [T, H], dtype of `x`; new_residual [T, H], float32), both contiguous.
 
     Raises:
         ValueError: `weight` is not [H], or `x` and `residual` differ in shape.
@@ -114,7 +114,7 @@ def fused_add_rms_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `fused_add_rms_norm` in torch, with the same arguments and results."""
     new_residual = (x + residual).contiguous()
-    return rms_norm_reference(new_residual, weight, eps, offset), new_residual
+    return rms_norm_reference(new_residual, weight, eps, offset).to(x.dtype), new_residual
 
 
 # --- C++ -----------------------------------------------------------------------------------------------
@@ -226,10 +226,9 @@ if HAS_TRITON:
         weight = tl.load(weight_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)
 
         out = rows[:, None] * hidden_size + columns[None, :]
-        # Rounded before it is normalised, so that the norm and later layers use the same value.
-        total = (x.to(tl.float32) + residual.to(tl.float32)).to(new_residual_ptr.dtype.element_ty)
+        total = x.to(tl.float32) + residual
         tl.store(new_residual_ptr + out, total, mask=mask)
-        normed = _normalise(total.to(tl.float32), weight, eps, offset, hidden_size)
+        normed = _normalise(total, weight, eps, offset, hidden_size)
         tl.store(normed_ptr + out, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
@@ -268,7 +267,7 @@ def fused_add_rms_norm_triton(
     """Compute `fused_add_rms_norm` by the Triton kernel, with the same arguments and results."""
     num_rows, hidden_size = x.shape
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = torch.empty_like(normed)
+    new_residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if normed.numel() == 0:
         return normed, new_residual
     x, residual = _dense_rows(x), _dense_rows(residual)

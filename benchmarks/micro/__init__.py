@@ -51,6 +51,7 @@ ENTRIES = {
     "gpu_steps": Entry("decode steps of phases 5 to 10 on a GPU, beside a roofline", "gpu_steps.steps"),
     "gpu_timeline": Entry("parts of phase 9's steps on a GPU, with traces", "gpu_timeline.steps"),
     "gpu_transformers": Entry("continuous batching of transformers", "gpu_transformers.batching"),
+    "half_precision": Entry("real models in bfloat16, beside float32", "half_precision.accuracy"),
     "host_cost": Entry("a decode step on the host, part by part", "host_cost.parts"),
     "int8_accuracy": Entry("real models with int8 weights, beside bfloat16", "int8.accuracy"),
     "int8_parts": Entry("where a decode step of one sequence goes", "int8.parts"),

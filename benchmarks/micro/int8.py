@@ -13,6 +13,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -180,16 +181,26 @@ def states_of(model: CausalLM, ids: Sequence[int]) -> Tensor:
     return model.states(TokenBatch(torch.tensor(ids), view.positions, torch.arange(len(ids))), view)
 
 
-@torch.inference_mode()
-def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float], list[float], float]:
-    """Compare the next-token distributions of two models at every position of a text but the last.
+class Compared(NamedTuple):
+    """A model's next-token distributions beside those of another model, at every position of a text but the last.
 
-    Returns:
-        The perplexity of each model; the KL divergence of the second model from the first at each position, in
-        nats; and the share of positions at which both models have the same most probable token.
+    Attributes:
+        perplexity: of this model.
+        divergences: the KL divergence of this model from the other at each position, in nats.
+        same: the share of positions at which both models have the same most probable token.
     """
+
+    perplexity: float
+    divergences: list[float]
+    same: float
+
+
+@torch.inference_mode()
+def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> list[Compared]:
+    """Compare the next-token distributions of models with those of the first model, on a text."""
     states = [states_of(model, ids) for model in models]
-    losses, divergences, same = [0.0, 0.0], list[float](), 0
+    losses, same = [0.0 for _ in models], [0 for _ in models]
+    divergences: list[list[float]] = [[] for _ in models]
     for first in range(0, len(ids) - 1, HEAD_ROWS):
         rows = slice(first, min(first + HEAD_ROWS, len(ids) - 1))
         targets = torch.tensor(ids[rows.start + 1 : rows.stop + 1])
@@ -197,12 +208,25 @@ def compare(models: Sequence[CausalLM], ids: Sequence[int]) -> tuple[list[float]
             model.lm_head(state[rows]).double().log_softmax(dim=-1)
             for model, state in zip(models, states, strict=True)
         ]
+        likely, best = logs[0].exp(), logs[0].argmax(dim=-1)
         for place, log in enumerate(logs):
             losses[place] += F.nll_loss(log, targets, reduction="sum").item()
-        divergences += (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1).tolist()
-        same += int((logs[0].argmax(dim=-1) == logs[1].argmax(dim=-1)).sum())
+            divergences[place] += (likely * (logs[0] - log)).sum(dim=-1).tolist()
+            same[place] += int((best == log.argmax(dim=-1)).sum())
     count = len(ids) - 1
-    return [math.exp(loss / count) for loss in losses], divergences, same / count
+    return [
+        Compared(math.exp(loss / count), divergence, equal / count)
+        for loss, divergence, equal in zip(losses, divergences, same, strict=True)
+    ]
+
+
+def texts_of(name: str, tokens: int, texts: int) -> list[list[int]]:
+    """Return at most so many texts of `tokens` tokens of a model, from this documentation."""
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    ids = open_checkpoint(name).tokenizer().encode(pages)
+    return [
+        ids[first : first + tokens] for first in range(0, min(len(ids) - tokens + 1, tokens * texts), tokens)
+    ]
 
 
 def accuracy(
@@ -217,18 +241,16 @@ def accuracy(
         tokens: length of each text
         texts: number of texts
     """
-    pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     rows: list[list[Cell]] = []
     for name in models:
-        ids = open_checkpoint(name).tokenizer().encode(pages)
         both = list(load_both(name, tokens).values())
         losses: list[list[float]] = []
         divergences, same = list[float](), list[float]()
-        for first in range(0, min(len(ids) - tokens + 1, tokens * texts), tokens):
-            perplexities, found, equal = compare(both, ids[first : first + tokens])
-            losses.append([math.log(each) for each in perplexities])
-            divergences += found
-            same.append(equal)
+        for ids in texts_of(name, tokens, texts):
+            found = compare(both, ids)
+            losses.append([math.log(each.perplexity) for each in found])
+            divergences += found[1].divergences
+            same.append(found[1].same)
         changes = [100 * math.expm1(half - whole) for whole, half in losses]
         whole, half = (math.exp(statistics.mean(each)) for each in zip(*losses, strict=True))
         error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else None

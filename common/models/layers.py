@@ -144,7 +144,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.offset)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `x` and `residual`, [T, size] each. Returns the normalised sum and the sum, [T, size] each."""
+        """Add `x` and `residual`, [T, size] each. Returns the normalised sum and the sum, [T, size] each.
+
+        `residual` and the sum are float32. The normalised sum has the type of `x`.
+        """
         return fused_add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 
@@ -342,14 +345,14 @@ class CausalLM(nn.Module, ABC):
         """Run one pass up to the head: embedding, layers, last norm. Returns states of `logit_rows`: [S, hidden].
 
         `layer(hidden, residual, cos, sin, view)` returns the next hidden and residual, [T, hidden] each. Their sum
-        is the layer's result: the addition is left to the next norm (`RMSNorm.add_and_norm`). The first residual
-        is 0. Layer i rotates by the table `rotary[rotary_of_layer[i]]`.
+        is the layer's result: the addition is left to the next norm (`RMSNorm.add_and_norm`). The residual is
+        float32, and 0 at first. Layer i rotates by the table `rotary[rotary_of_layer[i]]`.
 
         No branch here depends on a tensor's values. So a whole pass can be captured, for example as a CUDA graph.
         """
         angles = [table(batch.positions) for table in self.rotary]
         hidden = self.embed(batch.token_ids)
-        residual = torch.zeros_like(hidden)
+        residual = torch.zeros_like(hidden, dtype=torch.float32)
         for table, layer in zip(self.rotary_of_layer, self.layers, strict=True):
             cos, sin = angles[table]
             hidden, residual = layer(hidden, residual, cos, sin, view)

@@ -58,16 +58,19 @@ def refusal(config: EngineConfig, *, weights: int) -> str:
 def test_the_parts_by_hand() -> None:
     """Llama 3.2 3B: 28 layers, hidden 3072, MLP 8192, 24 query heads and 8 KV heads of 128, vocabulary 128256."""
     kv_cache = 8 * 4096 * 2 * 28 * 8 * 128 * 2
-    widest = 4 * 3072 + 3 * 8192
+    widest, streams = 2 * 3072 + 3 * 8192, 2 * 3072 * 4  # numbers of the model's type; bytes of float32
     beside = kv_cache // 28 * 5 // 4 + 128 * 2**20
     on_cpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=7)
     assert on_cpu == MemoryEstimate(
-        weights=7, kv_cache=kv_cache, activations=8 * 4096 * widest * 4 + beside, sampling=8 * 128_256 * 72
+        weights=7,
+        kv_cache=kv_cache,
+        activations=8 * 4096 * (widest * 4 + streams) + beside,
+        sampling=8 * 128_256 * 72,
     )
     assert on_cpu.total == sum((7, kv_cache, on_cpu.activations, on_cpu.sampling))
     on_gpu = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CUDA, weights=7)
     splits = 8 * 24 * 8 * (128 + 2) * 4  # 4096 columns are 8 splits
-    assert on_gpu.activations == 8 * 4096 * widest * 2 + splits + 128 * 2**20
+    assert on_gpu.activations == 8 * 4096 * (widest * 2 + streams) + splits + 128 * 2**20
     assert on_gpu.sampling == 8 * 128_256 * (24 if HAS_TRITON else 72)
     wide = estimate_memory(EIGHT, LLAMA_3B, torch.float32, CPU, weights=7)
     assert (wide.kv_cache, wide.sampling) == (2 * kv_cache, on_cpu.sampling)
@@ -81,7 +84,8 @@ def test_graphs_count_where_they_are_captured() -> None:
         estimate_memory(config, LLAMA_3B, torch.bfloat16, device, weights=0) for device in (CUDA, CPU)
     )
     splits = 24 * 24 * 8 * (128 + 2) * 4
-    assert on_gpu.graphs == 24 * (4 * 3072 + 3 * 8192) * 2 + splits + 3 * 24 * 128_256 * 4
+    pass_bytes = 24 * ((2 * 3072 + 3 * 8192) * 2 + 2 * 3072 * 4)
+    assert on_gpu.graphs == pass_bytes + splits + 3 * 24 * 128_256 * 4
     assert on_gpu.total - on_gpu.graphs == on_gpu.kv_cache + on_gpu.activations + on_gpu.sampling
     assert on_cpu.graphs == 0
     called = find_phase("pipelined").Config(max_batch_size=24, max_seq_len=4096, captured_steps=False)
@@ -98,7 +102,7 @@ def test_queries_keys_and_values_may_be_wider_than_the_mlp() -> None:
         for n in (1025, 1536)  # both have three splits
     )
     per_token = (many.activations - few.activations) / 511
-    assert per_token == (4 * 1024 + 4 * (16 + 2 * 8) * 128) * 2
+    assert per_token == (2 * 1024 + 4 * (16 + 2 * 8) * 128) * 2 + 2 * 1024 * 4
 
 
 @pytest.mark.parametrize("phase", phase_names())

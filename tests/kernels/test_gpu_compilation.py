@@ -132,6 +132,7 @@ def compile_all() -> None:
     norms = writes | {"has_norms": True}
     del norms["q_weight_ptr"], norms["k_weight_ptr"]
     types |= {"tops_ptr": "*fp32", "ids_ptr": "*i32"}
+    types |= dict.fromkeys(("residual_ptr", "new_residual_ptr", "logits_ptr", "scores_ptr"), "*fp32")
     types |= {"factors_ptr": "*fp64", "counts_ptr": "*i32", "penalised_ptr": "*fp32"}
     types |= dict.fromkeys(("states_ptr", "state_ptr", "sums_ptr"), "*i64")
     drawn = {"part": MOST_COLUMNS, "most_parts": 64}

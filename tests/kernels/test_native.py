@@ -136,10 +136,10 @@ def test_a_row_has_the_same_bits_wherever_it_lies(rows, size, shift, dtype):
     """The row may be alone or beside others, and begin anywhere in memory."""
     x = draw(rows * size + shift, dtype=dtype)[shift:].view(rows, size)
     weight = draw(size, seed=1)
-    together = fused_add_rms_norm_native(x, x, weight, 1e-6)[0]
+    together = fused_add_rms_norm_native(x, x.float(), weight, 1e-6)[0]
     for row in range(rows):
         alone = x[row : row + 1].clone()
-        assert torch.equal(fused_add_rms_norm_native(alone, alone, weight, 1e-6)[0][0], together[row])
+        assert torch.equal(fused_add_rms_norm_native(alone, alone.float(), weight, 1e-6)[0][0], together[row])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048), (300, 42)])
@@ -168,7 +168,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype):
         for rows in (1, 3, 13, 100, 1000):
             x = draw(rows, 1536, dtype=dtype, seed=rows)
             found += [packed_linear(x, packed, 960), gated_act_native(x, "gelu_tanh")]
-            found += [rms_norm_native(x, weight, 1e-6), *fused_add_rms_norm_native(x, x, weight, 1e-6)]
+            found += [
+                rms_norm_native(x, weight, 1e-6),
+                *fused_add_rms_norm_native(x, x.float(), weight, 1e-6),
+            ]
         return found
 
     one, *more = on_threads((1, 2, 3), compute)

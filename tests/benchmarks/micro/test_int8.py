@@ -42,14 +42,16 @@ def test_every_operator_of_a_step_is_in_a_part() -> None:
 def test_two_models_are_compared_as_their_logits_say() -> None:
     models = int8.load_both("zoo:llama-tiny", 300)
     ids = draw_ids(290, 500)
-    perplexities, divergences, same = int8.compare(list(models.values()), ids)
+    one, other = int8.compare(list(models.values()), ids)
     first, second = (solo_logits(model, ids)[:-1].double().log_softmax(dim=-1) for model in models.values())
     picked = first[torch.arange(289), torch.tensor(ids[1:])]
-    assert perplexities[0] == pytest.approx((-picked.mean()).exp().item(), rel=1e-3)
+    assert one.perplexity == pytest.approx((-picked.mean()).exp().item(), rel=1e-3)
     expected = (first.exp() * (first - second)).sum(dim=-1)
-    assert divergences == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-6)
-    assert min(divergences) >= 0 < max(divergences)
-    assert same == pytest.approx((first.argmax(-1) == second.argmax(-1)).double().mean().item(), abs=0.01)
+    assert other.divergences == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-6)
+    assert min(other.divergences) >= 0 < max(other.divergences)
+    assert other.same == pytest.approx(
+        (first.argmax(-1) == second.argmax(-1)).double().mean().item(), abs=0.01
+    )
 
 
 def test_a_change_has_its_standard_error_over_the_texts() -> None:
