@@ -2,7 +2,7 @@
 
 ```text
 body ──> validated ──> grammar compiled ──> places in the queue ──> tokenized ──> submitted ─ … ─> answer encoded
-         over 64 kB:   unless quick:        --max-waiting-         2 threads                      large ones:
+         if large:     unless quick:        --max-waiting-         2 threads                      large ones:
          1 thread,     1 thread,            requests                                              1 thread
          32 requests   8 requests
          400, 422,     422, 503             503                    400, 422
@@ -101,7 +101,9 @@ class Intake:
             ApiError: as `bodies.parse`; 413, it has too many values; 503, too many large bodies wait.
         """
         refers = prepare is not None and any(word in body for word in REFERENCES)
-        if len(body) <= self._admission.LARGE_BODY_BYTES and not refers:
+        containers = body.count(b"{") + body.count(b"[")
+        is_small = len(body) <= self._admission.LARGE_BODY_BYTES
+        if is_small and containers <= self._admission.MANY_CONTAINERS and not refers:
             return parse(body, form, self._limits, prepare)
 
         def validate() -> BodyT:
@@ -378,7 +380,8 @@ class Admission:
     requests that wait for them.
 
     Attributes:
-        validating: bodies over `LARGE_BODY_BYTES`; smaller ones are validated on the event loop.
+        validating: bodies over `LARGE_BODY_BYTES`, or with more than `MANY_CONTAINERS` lists and objects; others
+            are validated on the event loop.
         compiling: grammars that are not known to compile quickly.
         tokenizing: prompts. The places in the engine's queue bound their number.
         converting: texts and token ids of `/tokenize` and `/detokenize`.
@@ -387,6 +390,9 @@ class Admission:
 
     #: Validating a body of this size takes about a millisecond.
     LARGE_BODY_BYTES = 64 * 1024
+
+    #: Validating a message takes about ten microseconds.
+    MANY_CONTAINERS = 256
 
     def __init__(self) -> None:
         self.validating = Lane("validating", threads=1, limit=32)

@@ -231,6 +231,10 @@ def test_the_clients_helpers(client: openai.OpenAI, server: ServerProcess) -> No
     )
     assert written.choices[0].message.content == parsed.content
     assert json.loads(parsed.content) == parsed.parsed.model_dump()
+    back = client.chat.completions.create(
+        **fields | {"messages": [*MESSAGES, parsed, *MESSAGES]}, max_tokens=2
+    )
+    assert back.choices[0].message.content
 
 
 CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "Fox"}}, "auto", "none"]
@@ -269,7 +273,7 @@ def test_tools(client: openai.OpenAI, server: ServerProcess, choice: Any) -> Non
     assert same.function.parsed_arguments == event.parsed_arguments
     assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
     result = {"role": "tool", "tool_call_id": call.id, "content": "It is brave."}
-    messages = [*MESSAGES, answer.message, result]
+    messages = [*MESSAGES, parsed.message, result]  # with `parsed_arguments`
     told = client.chat.completions.create(**fields | {"messages": messages, "tool_choice": "auto"})
     assert told.choices[0].message.content
 

@@ -309,6 +309,10 @@ async def test_large_bodies_are_validated_in_a_thread(monkeypatch: pytest.Monkey
         wrong = await app.complete("long " * 20_000, temperature="hot")
         assert wrong.refusal == (400, "invalid_type")
         assert threads[2:] == ["validating"]
+        messages = [{"role": "user", "content": ""}] * 300
+        short = json.dumps({"model": MODEL, "messages": messages}).encode()
+        assert (await app.post("/v1/chat/completions", short)).status == 422
+        assert threads[3:] == ["validating"], "small, but with many objects"
 
 
 @pytest.mark.parametrize(

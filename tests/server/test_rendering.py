@@ -1,7 +1,8 @@
-"""Rendering hostile conversations takes time in proportion to their length."""
+"""How conversations are rendered: what clients send back, and that the time follows from their length."""
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from typing import Any
@@ -39,17 +40,71 @@ CONVERSATIONS: dict[str, tuple[type[Body], str, list[dict[str, Any]], list[dict[
 }
 
 
+@functools.cache
+def dialect() -> Dialect:
+    return Dialect.of(open_checkpoint("zoo:llama-tiny").tokenizer())
+
+
+def prompts(form: type[Body], field: str, turns: list[dict[str, Any]]) -> Any:
+    limits = Limits(models=("m",), max_choices=64, vocab_size=1024)
+    request: Any = parse(json.dumps({field: turns}).encode(), form, limits)
+    return request.prompts(dialect())
+
+
+#: Turns as clients' libraries send them back, and the same turns without the fields that the libraries add.
+SENT_BACK: dict[str, tuple[type[Body], str, dict[str, Any], dict[str, Any]]] = {
+    "openai's parse": (
+        ChatRequest,
+        "messages",
+        {"role": "assistant", "content": "Hi.", "parsed": {"a": 1}, "refusal": None},
+        {"role": "assistant", "content": "Hi."},
+    ),
+    "openai's parse with a tool": (
+        ChatRequest,
+        "messages",
+        {
+            "role": "assistant",
+            "tool_calls": [{**CALL, "function": CALL["function"] | {"parsed_arguments": {}}}],
+        },
+        {"role": "assistant", "tool_calls": [CALL]},
+    ),
+    "huggingface_hub": (
+        ChatRequest,
+        "messages",
+        {"role": "assistant", "tool_calls": [{**CALL, "function": CALL["function"] | {"description": None}}]},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ),
+    "the Agents SDK in JavaScript": (
+        ResponsesRequest,
+        "input",
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "role": "assistant"}]},
+        {"role": "assistant", "content": "Hi."},
+    ),
+    "reasoning without text": (
+        ResponsesRequest,
+        "input",
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None},
+        {"type": "reasoning", "content": []},
+    ),
+}
+
+
+@pytest.mark.parametrize("client", SENT_BACK)
+def test_turns_come_back_as_clients_change_them(client: str) -> None:
+    form, field, sent, plain = SENT_BACK[client]
+    rendered = prompts(form, field, [QUESTION, sent, QUESTION])
+    assert rendered == prompts(form, field, [QUESTION, plain, QUESTION])
+    if client.startswith("reasoning"):
+        assert rendered == prompts(form, field, [QUESTION, QUESTION])
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_long_text_is_not_copied_for_each_short_one_behind_it(name: str) -> None:
     form, field, long, short = CONVERSATIONS[name]
-    dialect = Dialect.of(open_checkpoint("zoo:llama-tiny").tokenizer())
-    limits = Limits(models=("m",), max_choices=64, vocab_size=1024)
 
     def seconds(turns: list[dict[str, Any]]) -> float:
-        body = json.dumps({field: turns}).encode()
         began_s = time.thread_time()
-        request: Any = parse(body, form, limits)
-        assert request.prompts(dialect)
+        assert prompts(form, field, turns)
         return time.thread_time() - began_s
 
     both = min(seconds(long + short) for _ in range(3))
