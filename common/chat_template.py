@@ -130,6 +130,10 @@ class ChatTemplate:
             raise StartupError(
                 f"{origin}: the chat template cannot be read: line {error.lineno}: {error}"
             ) from None
+        except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+            raise StartupError(
+                f"{origin}: the chat template cannot be compiled ({type(error).__name__})"
+            ) from None
         except StartupError as error:
             raise StartupError(f"{origin}: {error}") from None
 
@@ -277,7 +281,7 @@ def _named(templates: Any) -> dict[str, str]:
     """Return the templates in a config's `chat_template` by name. A text alone is the one named `default`."""
     if isinstance(templates, list):
         entries = [each for each in templates if isinstance(each, dict)]
-        templates = {each.get("name"): each.get("template") for each in entries}
+        templates = {str(each.get("name")): each.get("template") for each in entries}
     if not isinstance(templates, dict):
         templates = {"default": templates}
     return {str(name): text for name, text in templates.items() if isinstance(text, str)}

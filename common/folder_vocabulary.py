@@ -81,9 +81,9 @@ class FolderVocabulary:
         """
         found: dict[int, AddedToken] = {}
         by_text = read_json_if_there(self._folder / _ADDED)
-        entries: dict[Any, Any] = {token_id: {"content": text} for text, token_id in by_text.items()}
-        entries |= _object(self._config, "added_tokens_decoder", self._folder / _CONFIG)
-        for token_id, entry in entries.items():
+        entries: list[tuple[Any, Any]] = [(token_id, {"content": text}) for text, token_id in by_text.items()]
+        entries += _object(self._config, "added_tokens_decoder", self._folder / _CONFIG).items()
+        for token_id, entry in entries:
             try:
                 special = entry["content"] in self._special.values()
                 settings: dict[str, Any] = {"normalized": not special, "special": special, **entry}

@@ -68,9 +68,10 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
         return None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if method != "compressed-tensors":
+        named = str(method or "by a method it does not name")
         raise StartupError(
-            f"quantization_config: the weights are quantized ({method or 'by a method it does not name'}), and "
-            "only compressed-tensors with 8-bit weights is run: take the checkpoint that this one was made from"
+            f"quantization_config: the weights are quantized ({named:.80}), and only compressed-tensors with 8-bit "
+            "weights is run: take the checkpoint that this one was made from"
         )
     if (stored := quantization.get("format")) not in FORMATS:
         raise _refused("format", stored, " or ".join(FORMATS))
@@ -87,15 +88,16 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
             raise _refused("targets", group.get("targets"), "['Linear']")
     if quantization.get("kv_cache_scheme") is not None:
         raise _refused("kv_cache_scheme", "a scheme", "none: keys and values are not quantized")
-    sparsity = quantization.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise _refused("sparsity_config.format", sparsity["format"], "dense")
+    sparsity = quantization.get("sparsity_config") or {"format": "dense"}
+    found = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if found != "dense":
+        raise _refused("sparsity_config.format", found, "dense")
     return Scheme(any(group.get("input_activations") is not None for group in groups.values()))
 
 
 def _refused(key: str, found: Any, run: str) -> StartupError:
     return StartupError(
-        f"quantization_config: compressed-tensors with {key} = {found!r} is not run, only {run}"
+        f"quantization_config: compressed-tensors with {key} = {found!r:.80} is not run, only {run}"
     )
 
 

@@ -23,6 +23,9 @@ ROPE_ENTRIES = (
     *("original_max_position_embeddings", "full_attention", "sliding_attention"),
 )
 
+#: The largest sizes that are read. No model comes near them.
+MOST, MOST_LAYERS, MOST_POSITIONS = 2**24, 1000, 2**31
+
 Activation = Literal["silu", "gelu_tanh"]
 JsonObject = Mapping[str, Any]
 
@@ -129,13 +132,24 @@ class ConfigReader:
         return default if value is None else value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self.get(key, default))
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise StartupError(f"{key} must be true or false, not {value!r:.80}")
+        return value
 
-    def positive_int(self, key: str, default: int | None = None, *, or_zero: bool = False) -> int:
+    def positive_int(
+        self, key: str, default: int | None = None, *, or_zero: bool = False, most: int = MOST
+    ) -> int:
+        """Return an integer of at most `most`, so that an absurd one is refused before memory is taken for it."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < (0 if or_zero else 1):
-            raise StartupError(f"{key} must be a positive integer{' or 0' * or_zero}, not {value!r}")
+            raise StartupError(f"{key} must be a positive integer{' or 0' * or_zero}, not {value!r:.80}")
+        if value > most:
+            raise StartupError(f"{key} must be at most {most}, not {value!r:.80}")
         return value
+
+    def num_layers(self) -> int:
+        return self.positive_int("num_hidden_layers", most=MOST_LAYERS)
 
     def number(self, key: str, default: float | None = None) -> float:
         return _number(self.get(key, default), key)
@@ -144,12 +158,12 @@ class ConfigReader:
         """Return how many tokens sliding attention sees: 4096 if there is no entry, None (all) if it is null."""
         if self.raw.get("sliding_window", 4096) is None:
             return None
-        return self.positive_int("sliding_window", 4096)
+        return self.positive_int("sliding_window", 4096, most=MOST_POSITIONS)
 
     def dtype(self) -> torch.dtype:
         name = self.get("dtype", self.get("torch_dtype", "float32"))
         if not isinstance(name, str) or name not in _DTYPES:
-            raise StartupError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+            raise StartupError(f"dtype {name!r:.80} is not one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
     def eos_token_ids(self) -> frozenset[int]:
@@ -163,8 +177,11 @@ class ConfigReader:
                 for this type, the settings of all layers are returned.
             theta: the base if the file names none.
         """
+        for key in ("rope_parameters", "rope_scaling"):
+            if not isinstance(self.get(key, {}), Mapping):
+                raise StartupError(f"{key} must be an object, not {self.raw[key]!r:.80}")
         parameters = self.raw.get("rope_parameters")
-        if isinstance(parameters, Mapping):
+        if parameters is not None:
             if isinstance(parameters.get(layer_type), Mapping):
                 parameters = parameters[layer_type]
             base = parameters.get("rope_theta", self.get("rope_theta", theta))
@@ -177,7 +194,7 @@ class ConfigReader:
         An absent entry has the value None.
         """
         if self.raw.get(key) not in neutral:
-            raise StartupError(f"{key} = {self.raw[key]!r} is not implemented: {why}")
+            raise StartupError(f"{key} = {self.raw[key]!r:.80} is not implemented: {why}")
 
     def layers(
         self, full: LayerConfig, sliding: LayerConfig, is_sliding: Callable[[int], bool]
@@ -192,7 +209,7 @@ class ConfigReader:
             is_sliding: takes a layer's index and returns whether the layer is of the type `sliding_attention`.
                 Called only if the file has no `layer_types`.
         """
-        count = self.positive_int("num_hidden_layers")
+        count = self.num_layers()
         types = self.raw.get("layer_types")
         if types is None:
             types = ["sliding_attention" if is_sliding(i) else "full_attention" for i in range(count)]
@@ -230,9 +247,11 @@ class ConfigReader:
             )
         hidden_size = self.positive_int("hidden_size")
         head_dim = self.positive_int("head_dim", head_dim or hidden_size // heads)
+        if head_dim % 2:
+            raise StartupError(f"head_dim must be even, for rotary embeddings, not {head_dim}")
         name = str(self.raw.get("hidden_act", self.raw.get("hidden_activation")) or activation)
         if name not in _ACTIVATIONS:
-            raise StartupError(f"hidden_act {name!r} is not one of {', '.join(_ACTIVATIONS)}")
+            raise StartupError(f"hidden_act {name!r:.80} is not one of {', '.join(_ACTIVATIONS)}")
         return ModelConfig(
             architecture=self.raw["model_type"],
             vocab_size=self.positive_int("vocab_size"),
@@ -243,7 +262,9 @@ class ConfigReader:
             head_dim=head_dim,
             layers=layers,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=self.positive_int("max_position_embeddings", max_position_embeddings),
+            max_position_embeddings=self.positive_int(
+                "max_position_embeddings", max_position_embeddings, most=MOST_POSITIONS
+            ),
             activation=_ACTIVATIONS[name],
             qkv_bias=qkv_bias,
             o_bias=o_bias,
@@ -265,18 +286,18 @@ def token_id_set(value: Any) -> frozenset[int]:
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise StartupError(f"eos_token_id must be a token id or a list of them, not {value!r}")
+        raise StartupError(f"eos_token_id must be a token id or a list of them, not {value!r:.80}")
     return frozenset(ids)
 
 
 def _number(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise StartupError(f"{key} must be a positive number, not {value!r}")
+        raise StartupError(f"{key} must be a positive number, not {value!r:.80}")
     return float(value)
 
 
 def _scaling(parameters: Any) -> RopeScaling | None:
-    if not isinstance(parameters, Mapping):
+    if parameters is None:
         return None
     kind = parameters.get("rope_type", parameters.get("type", "default"))
 
@@ -298,10 +319,10 @@ def _scaling(parameters: Any) -> RopeScaling | None:
         case "divided":  # written by `common.models.gguf` only
             divisors = parameters.get("divisors")
             if not isinstance(divisors, list):
-                raise StartupError(f"rope divisors must be a list, not {divisors!r}")
+                raise StartupError(f"rope divisors must be a list, not {divisors!r:.80}")
             return DividedFrequencies(tuple(_number(each, "rope divisors") for each in divisors))
         case _:
             raise StartupError(
-                f"rope_type {kind!r} is not one of default, linear, llama3: where it was added to stretch the "
+                f"rope_type {kind!r:.80} is not one of default, linear, llama3: where it was added to stretch the "
                 "context, take it out and serve sequences no longer than the model was trained on"
             )

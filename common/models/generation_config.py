@@ -28,7 +28,7 @@ def suggested_params(raw: JsonObject) -> SamplingParams:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int if name == TOP_K else int | float):
             raise StartupError(
-                f"{name} must be a number, not {value!r}; --generation-config none leaves it out"
+                f"{name} must be a number, not {value!r:.80}; --generation-config none leaves it out"
             )
     if given.get(TOP_K) in (0, -1):  # all tokens
         del given[TOP_K]

@@ -126,12 +126,14 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         StartupError: the architecture is not implemented, or an entry is missing, invalid or not implemented, or
             contradicts the tensors.
     """
-    architecture = file.metadata.get("general.architecture")
+    architecture = str(file.metadata.get("general.architecture"))
     if architecture not in _MODEL_TYPES:
         raise StartupError(
-            f"{file.path}: the architecture {architecture!r} is not implemented; {', '.join(_MODEL_TYPES)} are read"
+            f"{file.path}: the architecture {architecture!r:.80} is not implemented; "
+            f"{', '.join(_MODEL_TYPES)} are read"
         )
-    shape = _Shape(file, architecture)
+    vocabulary = GGUFVocabulary(file)
+    shape = _Shape(file, architecture, vocabulary.num_tokens)
     shape.check()
     quantized = any(tensor.kind not in PLAIN for tensor in file.tensors.values())
     kinds = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1)
@@ -152,7 +154,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": shape.rope(),
         "dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[kind],
-        "eos_token_id": GGUFVocabulary(file).end_token_ids(),
+        "eos_token_id": vocabulary.end_token_ids(),
     }
     if architecture == "gemma3":
         return {**config, **shape.gemma()}
@@ -166,14 +168,14 @@ class _Shape:
 
     _REQUIRED = object()
 
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
+    def __init__(self, file: GGUFFile, architecture: str, num_tokens: int) -> None:
         self._file = file
         self._architecture = architecture
         self.hidden_size = self.count("embedding_length")
         self.heads = self.count("attention.head_count")
         self.kv_heads = self.count("attention.head_count_kv", self.heads)
         self.head_dim = self.count("attention.key_length", self.hidden_size // self.heads)
-        self.vocab_size = self.count("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
+        self.vocab_size = self.count("vocab_size", num_tokens)
 
     def _error(self, message: str) -> StartupError:
         return StartupError(f"{self._file.path}: {message}")
@@ -189,7 +191,13 @@ class _Shape:
     def count(self, key: str, default: Any = _REQUIRED) -> int:
         value = self.entry(key, default)
         if type(value) is not int or value < 1:
-            raise self._error(f"{self._architecture}.{key} must be a positive integer, not {value!r}")
+            raise self._error(f"{self._architecture}.{key} must be a positive integer, not {value!r:.80}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.entry(key, default)
+        if not isinstance(value, float) or not (value == 0.0 or 1e-30 < value < 1e30):
+            raise self._error(f"{self._architecture}.{key} must be a number, not {value!r:.80}")
         return value
 
     def check(self) -> None:
@@ -226,7 +234,7 @@ class _Shape:
             refused["attention.sliding_window"] = 0
         for key, neutral in {**same, **refused}.items():
             if (value := self.entry(key, neutral)) != neutral:
-                raise self._error(f"{self._architecture}.{key} = {value!r} is not implemented")
+                raise self._error(f"{self._architecture}.{key} = {value!r:.80} is not implemented")
 
     def rope(self) -> JsonObject:
         """Return the value of `rope_parameters` in a `config.json`, from the file's entries on rotary embeddings.
@@ -237,10 +245,10 @@ class _Shape:
             StartupError: the scaling is not implemented, or the tensor has a wrong shape.
         """
         theta = {"rope_theta": self.entry("rope.freq_base", 10_000.0)}
-        factor = self.entry("rope.scaling.factor", self.entry("rope.scale_linear", 0.0))
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 0.0))
         kind = self.entry("rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
-            raise self._error(f"{self._architecture}.rope.scaling.type = {kind!r} is not implemented")
+            raise self._error(f"{self._architecture}.rope.scaling.type = {kind!r:.80} is not implemented")
         if _ROPE_DIVISORS in self._file.tensors:
             tensor = self._file.tensors[_ROPE_DIVISORS]
             if tensor.shape != (self.head_dim // 2,):
@@ -256,11 +264,11 @@ class _Shape:
 
     def query_pre_attn_scalar(self) -> float:
         """Return the number whose inverse square root scales Gemma's attention scores."""
-        scale = self.entry("attention.scale", None)
-        if scale is None:
+        scale = self.number("attention.scale", 0.0)
+        if scale == 0.0:
             # Unlike the other models, the largest (62 layers) does not scale by its head size. No entry says so.
             return self.hidden_size // self.heads if self.count("block_count") == 62 else self.head_dim
-        found = math.pow(scale, -2)
+        found = scale**-2
         # The entry is in float32, so the whole number that it was made of comes back with a rounding error.
         return round(found) if math.isclose(found, round(found), rel_tol=1e-6) else found
 

@@ -43,6 +43,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _PART = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _PART_NAME = "{}-{:05d}-of-{:05d}.gguf"
+_MOST_BYTES = 2**27  # of one metadata entry, and of the table of tensors: many times those of any model
 _CHUNK_VALUES = 2**18  # dequantized at once: 1 MB as float32
 
 
@@ -237,9 +238,14 @@ class _Header:
         return struct.unpack_from(f"<{layout}", self._content, self._at - size)
 
     def _plausible(self, count: int, size: int) -> int:
-        """Return `count`. _DamagedError: the rest of the file cannot hold that many values of `size` bytes."""
+        """Return `count`.
+
+        Raises:
+            _DamagedError: the rest of the file cannot hold that many values of `size` bytes, or they have more
+                than `_MOST_BYTES`.
+        """
         left = len(self._content) - self._at
-        if count * size > left:
+        if count * size > min(left, _MOST_BYTES):
             raise _DamagedError(f"its header announces at least {count * size} bytes, and {left} are left")
         return count
 

@@ -24,6 +24,8 @@ from common.models.gguf_file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
+_LONGEST = 4096  # characters of a token
+
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,6 +75,12 @@ class GGUFVocabulary:
             or len(set(self._tokens)) != len(self._tokens)
         ):
             raise StartupError(f"{self._path}: its tokens do not fit their types, or repeat")
+        if (longest := max(map(len, self._tokens), default=0)) > _LONGEST:
+            raise StartupError(f"{self._path}: it has a token of {longest} characters")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
 
     def _entry(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -141,13 +149,19 @@ class GGUFVocabulary:
         if file is not None:
             return ChatTemplate.from_file(file, special)
         for_tools: ChatTemplate | None = None
-        source = self._metadata.get(f"tokenizer.chat_template.{FOR_TOOLS}")
+        source = self._source(f"tokenizer.chat_template.{FOR_TOOLS}")
         if source is not None:
             for_tools = ChatTemplate.compiled(source, special, origin=self._path)
-        source = self._metadata.get("tokenizer.chat_template")
+        source = self._source("tokenizer.chat_template")
         return (
             None if source is None else ChatTemplate.compiled(source, special, for_tools, origin=self._path)
         )
+
+    def _source(self, key: str) -> str | None:
+        source = self._metadata.get(key)
+        if source is not None and not isinstance(source, str):
+            raise StartupError(f"{self._path}: {key} must be a text, not {source!r:.80}")
+        return source
 
     def backend(self) -> Tokenizer:
         """Build the tokenizer.

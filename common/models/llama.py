@@ -40,7 +40,7 @@ class Llama(CausalLM):
         layer = LayerConfig(None, reader.rope())
         bias = reader.flag("attention_bias")
         return reader.model(
-            layers=(layer,) * reader.positive_int("num_hidden_layers"),
+            layers=(layer,) * reader.num_layers(),
             max_position_embeddings=2048,
             qkv_bias=bias,
             o_bias=bias,

@@ -10,6 +10,4 @@ class Mistral(Llama):
     @classmethod
     def read_config(cls, reader: ConfigReader) -> ModelConfig:
         layer = LayerConfig(reader.window(), reader.rope())
-        return reader.model(
-            layers=(layer,) * reader.positive_int("num_hidden_layers"), max_position_embeddings=131_072
-        )
+        return reader.model(layers=(layer,) * reader.num_layers(), max_position_embeddings=131_072)

@@ -80,7 +80,7 @@ def parse_config(raw: JsonObject) -> ModelConfig:
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None:
         raise StartupError(
-            f"model_type {model_type!r} is not implemented; this server runs {', '.join(ARCHITECTURES)}"
+            f"model_type {model_type!r:.80} is not implemented; this server runs {', '.join(ARCHITECTURES)}"
         )
     return architecture.read_config(ConfigReader(raw))
 
@@ -94,9 +94,12 @@ def open_checkpoint(name: str) -> Checkpoint:
     """
     if name.startswith("dummy:"):
         return _open_dummy(name)
-    if (file := _find_gguf(name)) is not None:
-        return _open_gguf(name, file)
-    return _open_folder(name, _find_folder(name))
+    file = _find_gguf(name)
+    folder = _find_folder(name) if file is None else file.parent
+    try:
+        return _open_folder(name, folder) if file is None else _open_gguf(name, file)
+    except OSError as error:
+        raise StartupError(f"{name} cannot be read: {error.strerror}") from None
 
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:

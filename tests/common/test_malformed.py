@@ -1,0 +1,161 @@
+"""Malformed checkpoints: each is refused in one short line, before memory is taken, and no other model suffers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.models.registry import default_params, load_model, open_checkpoint
+from tests.gguf_files import save_gguf
+from tests.helpers import CPU, refusal_of, save_tiny, zoo
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = save_tiny(tmp_path / "model", "llama", vocab_size=1300)
+    for name in FILES:
+        shutil.copy(zoo("llama-tiny") / name, folder)
+    return folder
+
+
+def serve(name: Path) -> None:
+    """Read everything that a server reads from a checkpoint."""
+    checkpoint = open_checkpoint(str(name))
+    default_params(checkpoint)
+    checkpoint.tokenizer()
+    load_model(checkpoint, device=CPU, dtype=torch.float32, max_positions=16)
+
+
+def check_refusal(name: Path, words: str) -> None:
+    tracemalloc.start()
+    message = refusal_of(serve, name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert words in message
+    assert len(message) < 600
+    assert peak < 100e6
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "words"),
+    [
+        ("config", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1000"),
+        ("config", {"vocab_size": 2**62}, "vocab_size must be at most"),
+        ("config", {"head_dim": 10**400}, "head_dim must be at most"),
+        ("config", {"head_dim": 7}, "head_dim must be even"),
+        ("config", {"hidden_size": "large" * 10**5}, "hidden_size must be a positive integer"),
+        ("config", {"intermediate_size": 2.5}, "intermediate_size must be a positive integer"),
+        ("config", {"max_position_embeddings": 2**63}, "max_position_embeddings must be at most"),
+        ("config", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ("config", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ("config", {"rope_parameters": "yarn"}, "rope_parameters must be an object"),
+        ("config", {"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling must be an object"),
+        ("config", {"rope_parameters": {"rope_type": ["linear"]}}, "rope_type ['linear'] is not one of"),
+        ("config", {"model_type": "x" * 10**5}, "model_type"),
+        ("config", {"model_type": ["llama"]}, "model_type"),
+        ("config", {"hidden_act": {"a": 1}}, "hidden_act"),
+        ("config", {"dtype": ["float32"]}, "dtype"),
+        ("config", {"quantization_config": "fp8"}, "quantization_config"),
+        ("config", {"quantization_config": {"quant_method": "compressed-tensors", "format": []}}, "format"),
+        ("config", {"eos_token_id": {"a": 1}}, "eos_token_id must be a token id"),
+        ("generation_config", {"temperature": float("inf")}, "temperature"),
+        ("generation_config", {"top_k": [5]}, "top_k must be a number"),
+        ("generation_config", {"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ("tokenizer_config", {"added_tokens_decoder": [1]}, "added_tokens_decoder must be an object"),
+        ("tokenizer_config", {"added_tokens_decoder": {"x": {"content": "a"}}}, "has an invalid token: 'x'"),
+        ("added_tokens", {"<a>": [1]}, "has an invalid token"),
+        ("added_tokens", {"<a>": None}, "has an invalid token"),
+        ("tokenizer", {"model": {"type": "BPE"}}, "tokenizer.json cannot be read"),
+        ("tokenizer", {"model": None}, "tokenizer.json cannot be read"),
+        ("tokenizer", {"added_tokens": "none"}, "tokenizer.json cannot be read"),
+        ("model.safetensors.index", {"weight_map": [1]}, "has no weight_map"),
+        ("model.safetensors.index", {"weight_map": {"a": "nothing"}}, "lacks nothing, which its"),
+    ],
+    ids=lambda value: f"{value!r:.60}",
+)
+def test_entries_of_a_folder(folder: Path, file: str, entries: dict[str, Any], words: str) -> None:
+    path = folder / f"{file}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | entries))
+    check_refusal(folder, words)
+    if before:
+        path.write_text(json.dumps(before))
+        serve(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe{}", b"\0" * 99, b'{"a": ' + b"9" * 5000 + b"}"],
+)
+@pytest.mark.parametrize("name", ["config.json", *FILES[:2], FILES[3], "model.safetensors"])
+def test_bytes_of_a_folders_files(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    check_refusal(folder, name)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    if name in ("config.json", "tokenizer.json", "model.safetensors"):
+        check_refusal(folder, str(folder))
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 10**4, "{% if x %}" * 200, "{{ x" + "[0]" * 10**4 + " }}", "\udcff"]
+)
+def test_chat_templates(folder: Path, source: str) -> None:
+    (folder / "chat_template.jinja").write_text(source, errors="surrogateescape")
+    check_refusal(folder, "the chat template")
+
+
+def typed(key: str, value: Any) -> Callable[..., object]:
+    """Return a change of a GGUF file: write a metadata entry."""
+
+    def change(writer: Any, tensors: object) -> None:
+        for part in writer.kv_data:
+            part.pop(key, None)
+        add = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint64,
+            float: writer.add_float64,
+        }
+        add.get(type(value), writer.add_array)(key, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("general.architecture", [1, 2], "the architecture '[1, 2]' is not implemented"),
+        ("general.alignment", "x", "its alignment is 'x'"),
+        ("general.alignment", 2**63, "bytes after the file"),
+        ("llama.block_count", 2**63, "block_count is 9223372036854775808"),
+        ("llama.embedding_length", "x", "llama.embedding_length must be a positive integer"),
+        ("llama.context_length", 2**63, "max_position_embeddings must be at most"),
+        ("llama.rope.freq_base", "x", "rope_theta must be a positive number"),
+        ("llama.rope.scaling.factor", "x", "rope.scaling.factor must be a number"),
+        ("llama.attention.layer_norm_rms_epsilon", [1.0], "rms_norm_eps must be a positive number"),
+        ("llama.attention.sliding_window", "x", "sliding_window must be a positive integer"),
+        ("tokenizer.ggml.tokens", 5, "its tokens are not a list of texts"),
+        ("tokenizer.ggml.tokens", ["a" * 5000] * 97, "its tokens do not fit their types, or repeat"),
+        ("tokenizer.ggml.token_type", "x", "its tokens do not fit their types, or repeat"),
+        ("tokenizer.ggml.model", [1], "tokenizer.ggml.model [1] is not implemented"),
+        ("tokenizer.ggml.eos_token_id", "x", "eos_token_id = 'x' is none of its"),
+        ("tokenizer.chat_template", 5, "tokenizer.chat_template must be a text, not 5"),
+        ("tokenizer.chat_template", "{{", "the chat template cannot be read"),
+        ("split.count", "x", "split into 'x' parts"),
+    ],
+    ids=lambda value: f"{value!r:.60}",
+)
+def test_entries_of_a_gguf_file(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "llama")
+    check_refusal(save_gguf(source, tmp_path / "bad.gguf", change=typed(key, value)), words)
+    serve(save_gguf(source, tmp_path / "good.gguf"))
