@@ -71,9 +71,9 @@ def answers(model: CausalLM, prompts: list[list[int]], tokens: int) -> list[list
 
 def accuracy(
     models: tuple[str, ...] = ("smollm2", "gemma3-270m"),
-    tokens: int = 1000,
-    texts: int = 8,
-    questions: int = 48,
+    tokens: int = 500,
+    texts: int = 6,
+    questions: int = 20,
     answer: int = 32,
 ) -> Iterator[MeasuredTable]:
     """Compare real models in bfloat16, with fewer and with more roundings, with the same models in float32.
