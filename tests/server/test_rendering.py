@@ -11,7 +11,9 @@ import pytest
 
 from common.dialect import Dialect
 from common.models.registry import open_checkpoint
+from common.server.api.messages import MessagesRequest
 from common.server.bodies import Body, Limits, parse
+from common.server.errors import ApiError
 from common.server.requests.chat import ChatRequest
 from common.server.requests.responses import ResponsesRequest
 
@@ -47,7 +49,8 @@ def dialect() -> Dialect:
 
 def prompts(form: type[Body], field: str, turns: list[dict[str, Any]]) -> Any:
     limits = Limits(models=("m",), max_choices=64, vocab_size=1024)
-    request: Any = parse(json.dumps({field: turns}).encode(), form, limits)
+    length = {"max_tokens": 9} if form is MessagesRequest else {}
+    request: Any = parse(json.dumps({field: turns} | length).encode(), form, limits)
     return request.prompts(dialect())
 
 
@@ -96,6 +99,28 @@ def test_turns_come_back_as_clients_change_them(client: str) -> None:
     assert rendered == prompts(form, field, [QUESTION, plain, QUESTION])
     if client.startswith("reasoning"):
         assert rendered == prompts(form, field, [QUESTION, QUESTION])
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "calls"),
+    [
+        (ChatRequest, "messages", {"role": "assistant", "tool_calls": [CALL] * 100}),
+        (
+            MessagesRequest,
+            "messages",
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 100,
+            },
+        ),
+    ],
+)
+def test_a_conversation_of_too_many_calls_is_refused(
+    form: type[Body], field: str, calls: dict[str, Any]
+) -> None:
+    assert prompts(form, field, [QUESTION, *[calls] * 5])
+    with pytest.raises(ApiError, match="2121 messages and calls; a conversation has at most 2048"):
+        prompts(form, field, [QUESTION, *[calls] * 20, *[QUESTION] * 100])
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -333,7 +333,7 @@ class MessagesRequest(ConversationRequest):
         if isinstance(user, str):
             self.user = user[:256]
 
-    @property
+    @cached_property
     def turns(self) -> list[chat.ChatMessage]:
         system: Any = self.system
         if isinstance(system, list):
@@ -390,6 +390,7 @@ class MessagesRequest(ConversationRequest):
                         raise refused(
                             f"{name}.tool_use_id", f"no tool_use before it has the id {block.tool_use_id!r}"
                         )
+        chat.refuse_long("messages", self.turns)
 
 
 def _refuse_others(name: str, blocks: Any) -> None:

@@ -20,7 +20,7 @@ from common.server.errors import shorten
 from common.server.requests.answer_forms import naming
 from common.server.requests.forms import refuse_other, refuse_other_parts, text_of
 from common.server.requests.generation import GenerationRequest, NewTokens, Whole
-from common.server.requests.messages import MAX_TURNS, TEXT_ONLY, ChatMessage, Content, Messages
+from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages, refuse_long
 from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -124,9 +124,7 @@ class TemplateOptions(BaseModel):
         Raises:
             ApiError: 422.
         """
-        turns = len(messages) + sum(len(message.tool_calls or ()) for message in messages)
-        if turns > MAX_TURNS:
-            raise refused("messages", f"{turns} messages and calls; a conversation has at most {MAX_TURNS}")
+        refuse_long("messages", messages)
         for number, message in enumerate(messages):
             message.check(f"messages[{number}]")
         _ = self.told_functions  # refused here, if at all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
@@ -108,3 +108,10 @@ class ChatMessage(BaseModel):
 #: other threads wait for the interpreter.
 MAX_TURNS = 2048
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)]
+
+
+def refuse_long(field: str, messages: Sequence[ChatMessage]) -> None:
+    """Raise ApiError (422) if the conversation in `field` has more than `MAX_TURNS` messages and calls."""
+    turns = len(messages) + sum(len(message.tool_calls or ()) for message in messages)
+    if turns > MAX_TURNS:
+        raise refused(field, f"{turns} messages and calls; a conversation has at most {MAX_TURNS}")

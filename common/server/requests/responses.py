@@ -32,7 +32,7 @@ from common.server.requests.items import (
     message,
     messages_of,
 )
-from common.server.requests.messages import ChatMessage
+from common.server.requests.messages import ChatMessage, refuse_long
 from common.server.requests.tools import (
     BY_CHOICE,
     CHOICE,
@@ -409,6 +409,7 @@ class ResponsesRequest(ConversationRequest):
             check_items(given, self._earlier)
         if not self.turns:
             raise refused("input", "no item in it is a message, a call, an output or reasoning with a text")
+        refuse_long("input", self.turns)
         if self.top_logprobs and self.reported_logprobs is None:
             raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
         with naming("text.format.schema"):
