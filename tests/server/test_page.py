@@ -48,6 +48,7 @@ def test_it_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
     response = server.client.get("/")
     assert "//" not in response.text.replace("</", "")
     assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
     for link in re.findall(r'href="(?!data:)([^"]+)"', response.text):
         assert server.client.get(f"/{link}").status_code == 200
 
