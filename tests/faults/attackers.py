@@ -124,7 +124,7 @@ async def unread_bytes(target: Target, draw: random.Random) -> str:
 async def metrics(target: Target, _: random.Random) -> str:
     """Ask for the metrics, which need no key, ten times."""
     async with connect(target) as (reader, writer):
-        for _ in range(10):
+        for _again in range(10):
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             answer = await read_answer(reader, keep=False)
         return outcome(answer)
