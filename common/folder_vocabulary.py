@@ -55,7 +55,9 @@ class FolderVocabulary:
             )
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8-sig"))
-        except Exception as error:  # the library raises a plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library's panics are no Exception
             raise StartupError(f"{path} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()

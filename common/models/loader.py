@@ -82,9 +82,10 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
         if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
             raise StartupError(f"{folder / INDEX_FILE} has no weight_map from tensors to files")
         tensors: dict[str, StoredTensor] = {}
+        there = {path.name for path in folder.iterdir()}
         for name in sorted(set(weight_map.values())):
-            if not (folder / name).is_file():
-                raise StartupError(f"{folder} lacks {name}, which its {INDEX_FILE} names")
+            if name not in there:
+                raise StartupError(f"{folder} lacks {name:.80}, which its {INDEX_FILE} names")
             tensors |= _read_header(folder / name, dtypes)
         return tensors
     if (folder / SINGLE_FILE).is_file():

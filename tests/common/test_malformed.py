@@ -16,6 +16,14 @@ from common.models.registry import default_params, load_model, open_checkpoint
 from tests.gguf_files import save_gguf
 from tests.helpers import CPU, refusal_of, save_tiny, zoo
 
+#: The tokenizers library panics: it cuts a prefix off that is longer than the merged token.
+PANIC = {
+    "type": "BPE",
+    "vocab": {"a": 0, "b": 1},
+    "merges": [["a", "b"]],
+    "continuing_subword_prefix": "x" * 99,
+}
+
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -77,8 +85,10 @@ def check_refusal(name: Path, words: str) -> None:
         ("tokenizer", {"model": {"type": "BPE"}}, "tokenizer.json cannot be read"),
         ("tokenizer", {"model": None}, "tokenizer.json cannot be read"),
         ("tokenizer", {"added_tokens": "none"}, "tokenizer.json cannot be read"),
+        ("tokenizer", {"model": PANIC}, "tokenizer.json cannot be read"),
         ("model.safetensors.index", {"weight_map": [1]}, "has no weight_map"),
         ("model.safetensors.index", {"weight_map": {"a": "nothing"}}, "lacks nothing, which its"),
+        ("model.safetensors.index", {"weight_map": {"a": "x" * 10**5}}, "which its model.safetensors.index"),
     ],
     ids=lambda value: f"{value!r:.60}",
 )
