@@ -58,7 +58,7 @@ class FolderVocabulary:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library's panics are no Exception
-            raise StartupError(f"{path} cannot be read: {error}") from None
+            raise StartupError(f"{path} cannot be read: {error!s:.300}") from None
         backend.no_truncation()
         backend.no_padding()
         for token_id, token in sorted(self._added_tokens().items()):

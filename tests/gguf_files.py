@@ -36,7 +36,6 @@ def save_gguf(
     *,
     tokenizer: str = "llama-tiny",
     change: Callable[[gguf.GGUFWriter, dict[str, Tensor]], object] = lambda writer, tensors: None,
-    tensors_a_part: int = 0,
     **entries: Any,
 ) -> Path:
     """Write a checkpoint as a GGUF file.
@@ -46,13 +45,11 @@ def save_gguf(
         kind: the type of its matrices.
         tokenizer: a model of the zoo, whose first tokens become the file's.
         change: called before the file is written, with the tensors by their names in GGUF, not yet interleaved.
-        tensors_a_part: split the model into files with so many tensors, whose names begin as `target` does; 0: into
-            one file.
         entries: further metadata of the architecture, with `__` for `.`; None leaves an entry out.
     """
     config = read_config(source)
     architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(target, architecture, split_max_tensors=tensors_a_part)
+    writer = gguf.GGUFWriter(target, architecture)
     metadata = _metadata(config) | {key.replace("__", "."): value for key, value in entries.items()}
     for key, value in metadata.items():
         if value is not None:

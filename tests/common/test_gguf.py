@@ -242,7 +242,9 @@ def test_a_file_is_served(tmp_path: Path) -> None:
 def test_a_model_in_parts_is_found_by_its_folder_and_by_each_part(tmp_path: Path) -> None:
     source, folder = save_tiny(tmp_path / "source", "llama"), tmp_path / "split"
     folder.mkdir()
-    save_gguf(source, folder / "model.gguf", tensors_a_part=12)
+    save_gguf(
+        source, folder / "model.gguf", change=lambda writer, _: setattr(writer, "split_max_tensors", 12)
+    )
     parts = sorted(folder.iterdir())
     assert [part.name for part in parts] == [f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     ids = draw_ids(20)
