@@ -182,9 +182,7 @@ _MESSAGE_EVENTS = Stream(
 _NOT_STORED = {404: "No such response is stored for this key"}
 _STORED = Documented(ResponseObject, "The stored response", _NOT_STORED)
 _DELETED = Documented(DeletedResponse, "The response is forgotten", _NOT_STORED)
-_INPUT_ITEMS = Documented(
-    InputItems, "The items that the response answers", {**_NOT_STORED, 422: "Another `order`"}
-)
+_INPUT_ITEMS = "The items that the response answers"
 _MODELS = Documented(ModelList, "The served model")
 _MODEL = Documented(ModelCard, "The served model", _NO_MODEL)
 
@@ -204,8 +202,12 @@ ROUTES: dict[str, Documented] = {
     "GET /openai/v1/responses/{response_id}": _STORED,
     "DELETE /v1/responses/{response_id}": _DELETED,
     "DELETE /openai/v1/responses/{response_id}": _DELETED,
-    "/v1/responses/{response_id}/input_items": _INPUT_ITEMS,
-    "/openai/v1/responses/{response_id}/input_items": _INPUT_ITEMS,
+    "/v1/responses/{response_id}/input_items": Documented(
+        InputItems, _INPUT_ITEMS, {**_NOT_STORED, 422: "Another `order`"}
+    ),
+    "/openai/v1/responses/{response_id}/input_items": Documented(
+        InputItems, _INPUT_ITEMS, {**_NOT_STORED, 400: "Another `order`"}
+    ),
     "/v1/messages": Documented(
         Message,
         "The message, complete, or an event stream of it",

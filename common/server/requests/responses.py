@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import orjson
 from pydantic import BaseModel, Field, PrivateAttr, Tag
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import to_json
 
 from common.calls import Function
@@ -77,7 +76,7 @@ class FunctionTool(FunctionFields):
         return {"type": "function", **given, "strict": self.strict is not False}
 
 
-OtherTool = SkipJsonSchema[Annotated[Other, Tag("as another")]]
+OtherTool = Annotated[Other, Tag("as another")]
 
 
 class Namespace(BaseModel):
