@@ -55,6 +55,7 @@ class FolderVocabulary:
             )
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8-sig"))
+            backend.encode("a")  # some faults show at the first text only
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library's panics are no Exception

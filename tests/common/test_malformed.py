@@ -24,6 +24,14 @@ PANIC = {
     "continuing_subword_prefix": "x" * 99,
 }
 
+#: It adds a token to each text without saying which.
+LACKING = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -86,6 +94,7 @@ def check_refusal(name: Path, words: str) -> None:
         ("tokenizer", {"model": None}, "tokenizer.json cannot be read"),
         ("tokenizer", {"added_tokens": "none"}, "tokenizer.json cannot be read"),
         ("tokenizer", {"model": PANIC}, "tokenizer.json cannot be read"),
+        ("tokenizer", {"post_processor": LACKING}, "tokenizer.json cannot be read"),
         ("model.safetensors.index", {"weight_map": [1]}, "has no weight_map"),
         ("model.safetensors.index", {"weight_map": {"a": "nothing"}}, "lacks nothing, which its"),
         ("model.safetensors.index", {"weight_map": {"a": "x" * 10**5}}, "which its model.safetensors.index"),
