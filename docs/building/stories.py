@@ -248,7 +248,9 @@ def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
         and (entry["workload"], entry["model"], entry["quick"])
         == (run.workload.name, run.server.model, run.workload.quick)
     ]
-    return folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
+    most = max((len(entry["servers"]) for entry in same), default=0)
+    whole = [picture(entry, root) for entry in same if len(entry["servers"]) == most]
+    return folded("Pictures", "\n".join(whole)) if whole else ""
 
 
 def picture(entry: Entry, root: str) -> str:
@@ -257,7 +259,7 @@ def picture(entry: Entry, root: str) -> str:
     # The size lets the browser reserve the figure's place before the figure is loaded.
     shape = f"loading=lazy width={width} height={height}"
     images = "\n".join(
-        f"![{entry['title']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} {shape} }}"
+        f"![{entry['alt']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} {shape} }}"
         for theme in ("light", "dark")
     )
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"
@@ -305,8 +307,9 @@ def _drawn(group: Together, labels: Sequence[str], folder: Path) -> list[Entry]:
         and not entry["quick"]
         and set(labels) <= set(entry["servers"])
     ]
-    own = [entry for entry in fitting if entry["comparison"] == run.comparison]
-    return own or fitting
+    exact = [entry for entry in fitting if set(labels) == set(entry["servers"])] or fitting
+    own = [entry for entry in exact if entry["comparison"] == run.comparison]
+    return own or exact
 
 
 def _entries(folder: Path) -> list[Entry]:
