@@ -310,9 +310,9 @@ def check_model(model: str | None, limits: Limits) -> None:
         )
 
 
-def refused(param: str, message: str) -> ApiError:
+def refused(param: str, message: str, details: Mapping[str, object] | None = None) -> ApiError:
     """Return the ApiError (422) for a value of the field `param` that cannot be served."""
-    return ApiError(422, f"{param}: {message}", param=param, code="invalid_value")
+    return ApiError(422, f"{param}: {message}", param=param, code="invalid_value", details=details)
 
 
 def _explain(error: ValidationError) -> ApiError:

@@ -30,7 +30,7 @@ from common.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from common.server.replies.shapes import ErrorDetail, ErrorResponse, MessagesError, json_response
+from common.server.replies.shapes import ErrorResponse, MessagesError, MessagesErrorDetail, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
@@ -70,6 +70,7 @@ class ApiError(Exception):
         param: the request's field at fault; None: no single field is.
         code: the exact error, for programs.
         headers: headers of the answer. Those of 500 and 504 have `x-should-retry: false`.
+        details: more for programs, in answers of Anthropic's API only; None: nothing.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
+        self.details = details
         self.status = status
         self.message = shorten(message, MAX_MESSAGE_CHARACTERS)
         self.type = type
@@ -98,10 +101,14 @@ class ApiError(Exception):
 
     def messages_body(self, request_id: str | None) -> MessagesError:
         """Return the body of the error's answer in Anthropic's form."""
-        error: ErrorDetail = {
-            **self.body()["error"],
+        error: MessagesErrorDetail = {
+            "message": self.message,
             "type": _MESSAGES_TYPES.get(self.status, INVALID_REQUEST),
+            "param": self.param,
+            "code": self.code,
         }
+        if self.details is not None:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -69,7 +69,7 @@ def bar_chart(name: str, column: str, *, title: str, labels: float = 130, result
     Args:
         name: the table's name.
         column: heading of the column with the bars' values. Rows without a value are left out. The table's first
-            column has the labels. If the column has ratios (`÷`), a line stands at 1.
+            column has the labels.
         labels: width of the labels, in pixels.
     """
     table = newest(name, results)
@@ -81,7 +81,7 @@ def bar_chart(name: str, column: str, *, title: str, labels: float = 130, result
         for row in table.rows
         if row[place] is not None
     ]
-    return bars(shown, title, title, labels=labels, line=1 if "÷" in column else None)
+    return bars(shown, title, title, labels=labels)
 
 
 def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:

@@ -20,21 +20,13 @@ class Bar(NamedTuple):
 
 
 def bars(
-    shown: Sequence[Bar],
-    title: str,
-    legend: str = "",
-    *,
-    labels: float,
-    width: float = 560,
-    most: float = 0,
-    line: float | None = None,
+    shown: Sequence[Bar], title: str, legend: str = "", *, labels: float, width: float = 560, most: float = 0
 ) -> str:
     """Draw horizontal bars, one below the other.
 
     Args:
         labels: width of the labels, in pixels.
         most: the value that a bar of full length has; 0: the largest value.
-        line: a value at which a line crosses the bars, with the value below it; None: no line.
     """
     most = most or max(bar.value for bar in shown)
     shapes = []
@@ -46,11 +38,6 @@ def bars(
         size = f'width="{length:.1f}" height="{BAR}"'
         shapes.append(f'<rect x="{labels:g}" y="{y}" {size} rx="2" class="{kind}"/>')
         shapes.append(text(labels + length + 6, y + 13, written, "label"))
-        y += BAR + GAP
-    if line is not None:
-        x = labels + line / most * (width - labels - 110)
-        shapes.append(f'<path d="M{x:.1f} 0V{y}" class="line idle"/>')
-        shapes.append(text(x - 4, y + 13, f"{line:g}", "label"))
         y += BAR + GAP
     return figure(width, y, shapes, title, legend)
 

@@ -248,9 +248,7 @@ def pictures_of(group: Together, root: str, folder: Path = PLOTS) -> str:
         and (entry["workload"], entry["model"], entry["quick"])
         == (run.workload.name, run.server.model, run.workload.quick)
     ]
-    most = max((len(entry["servers"]) for entry in same), default=0)
-    whole = [picture(entry, root) for entry in same if len(entry["servers"]) == most]
-    return folded("Pictures", "\n".join(whole)) if whole else ""
+    return folded("Pictures", "\n".join(picture(entry, root) for entry in same)) if same else ""
 
 
 def picture(entry: Entry, root: str) -> str:
@@ -259,7 +257,7 @@ def picture(entry: Entry, root: str) -> str:
     # The size lets the browser reserve the figure's place before the figure is loaded.
     shape = f"loading=lazy width={width} height={height}"
     images = "\n".join(
-        f"![{entry['alt']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} {shape} }}"
+        f"![{entry['title']}]({root}assets/plots/{entry['files'][theme]}){{ .plot .only-{theme} {shape} }}"
         for theme in ("light", "dark")
     )
     return f"{images}\n\n**{entry['title']}.** {entry['caption']}\n{{: .plot-caption }}\n"
@@ -307,9 +305,8 @@ def _drawn(group: Together, labels: Sequence[str], folder: Path) -> list[Entry]:
         and not entry["quick"]
         and set(labels) <= set(entry["servers"])
     ]
-    exact = [entry for entry in fitting if set(labels) == set(entry["servers"])] or fitting
-    own = [entry for entry in exact if entry["comparison"] == run.comparison]
-    return own or exact
+    own = [entry for entry in fitting if entry["comparison"] == run.comparison]
+    return own or fitting
 
 
 def _entries(folder: Path) -> list[Entry]:

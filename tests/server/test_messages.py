@@ -178,6 +178,22 @@ def test_a_tool_loop(
         assert prompt_tokens(second) == answer_of(server.client.post("/tokenize", json=sent))["count"]
 
 
+def test_the_librarys_own_loop_sends_the_whole_conversation(client: anthropic.Anthropic) -> None:
+    """The library would keep the conversation at the server (`thread`), unless the server says that it cannot."""
+    called = []
+
+    @anthropic.beta_tool
+    def find_fox(brave: bool) -> str:
+        called.append(brave)
+        return "There is one fox."
+
+    asked = body(tools=[find_fox], tool_choice={"type": "tool", "name": "find_fox"}, max_tokens=100)
+    first, second = client.beta.messages.tool_runner(**asked, max_iterations=2)
+    assert (first.stop_reason, second.stop_reason) == ("tool_use", "tool_use")
+    assert len(called) == 2
+    assert second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0) > first.usage.input_tokens
+
+
 def test_tools_that_may_not_or_cannot_be_called(client: anthropic.Anthropic) -> None:
     plain = client.messages.create(**body())
     searching: list[Any] = [{"type": "web_search_20250305", "name": "web_search"}]

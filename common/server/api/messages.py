@@ -71,6 +71,10 @@ BILLING = "x-anthropic-billing-header"
 #: Chat's word for each `tool_choice` that names no tool.
 CHOICES: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 
+#: Tells Anthropic's library that a conversation cannot be continued by an earlier answer's id. It then sends the
+#: whole conversation, without the field `thread`.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
 # ---------------------------------------------------------------------- the body
 
 
@@ -311,6 +315,7 @@ class MessagesRequest(ConversationRequest):
     metadata: dict[str, Any] | None = Field(
         default=None, description="a label: the log has its `user_id` as the user"
     )
+    thread: Any = Field(default=None, description="refused: send the whole conversation")
     stream: bool | None = Field(default=False, description="answer with an event stream")
 
     def model_post_init(self, _: Any) -> None:
@@ -371,6 +376,8 @@ class MessagesRequest(ConversationRequest):
 
     def _check_fields(self) -> None:
         super()._check_fields()
+        if self.thread is not None:
+            raise refused("thread", "no conversation is kept here; send all its messages", details=NO_THREADS)
         self.check_messages(())
         _refuse_others("system", self.system)
         calls = set()

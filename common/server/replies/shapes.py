@@ -43,10 +43,15 @@ class ErrorResponse(TypedDict):
     error: ErrorDetail
 
 
-class MessagesError(ErrorResponse):
+class MessagesErrorDetail(ErrorDetail):
+    details: NotRequired[Mapping[str, object]]
+
+
+class MessagesError(TypedDict):
     """The JSON body of an error on Anthropic's routes."""
 
     type: Literal["error"]
+    error: MessagesErrorDetail
     request_id: str | None
 
 
