@@ -52,17 +52,14 @@ def _draw(group: Group, kind: FigureKind, stem: Path) -> dict[str, Path]:
         files[theme.name] = path = stem.with_name(f"{stem.name}-{theme.name}.svg")
         with themed(theme):
             # Without date and version, the file changes only if the figure changes.
-            figure = kind.draw(group, theme)
-            figure.suptitle(f"{kind.shows}\n{group.title}", fontsize=10)
-            figure.savefig(path, metadata={"Date": None, "Creator": None})
+            kind.draw(group, theme).savefig(path, metadata={"Date": None, "Creator": None})
     return files
 
 
 def _entry(group: Group, kind: FigureKind, files: dict[str, Path]) -> dict[str, Any]:
     run = group.first
     return {
-        "title": f"{kind.shows}: {group.title}",
-        "alt": f"{kind.shows}, as {kind.form}: {', '.join(server.label for server in group.servers)}",
+        "title": group.title,
         "caption": kind.caption(group),
         "figure": kind.name,
         "workload": run.workload.name,

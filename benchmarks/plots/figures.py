@@ -19,34 +19,30 @@ BY_TITLE: dict[str, Line] = {line.title: line for line in LINES}
 
 @dataclass(frozen=True, slots=True)
 class FigureKind:
-    """A kind of figure. It is drawn for every group of runs that has the data for it.
-
-    Attributes:
-        shows: the beginning of the title, without the workload.
-        form: for readers who cannot see the figure, its form.
-    """
+    """A kind of figure. It is drawn for every group of runs that has the data for it."""
 
     name: str
-    shows: str
-    form: str
     has_data: Callable[[Group], bool]
     draw: Callable[[Group, Theme], Figure]
     caption: Callable[[Group], str]
 
 
-def _figure(height: float) -> Figure:
-    return Figure(figsize=(WIDTH, height), layout="constrained")
+def _figure(group: Group, height: float) -> Figure:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.suptitle(group.title, fontsize=10)
+    return figure
 
 
-def _panels(servers: Sequence[Server], height: float, unit: str) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its panels, one for each server, one below the other, with the same scales.
+def _panels(group: Group, servers: Sequence[Server], height: float, unit: str) -> tuple[Figure, list[Axes]]:
+    """Return a titled figure and its panels, one for each server, one below the other, with the same scales.
 
     Args:
+        group: the comparison that the figure shows.
         servers: the servers of the panels.
         height: of one panel, in inches.
         unit: the label of the vertical axes. The horizontal axes are in seconds.
     """
-    figure = _figure(height * len(servers) + 0.6)
+    figure = _figure(group, height * len(servers) + 0.6)
     panels = list(figure.subplots(len(servers), 1, sharex=True, sharey=True, squeeze=False)[:, 0])
     for axes, server in zip(panels, servers, strict=True):
         axes.set_title(server.label, loc="left")
@@ -59,7 +55,7 @@ def _panels(servers: Sequence[Server], height: float, unit: str) -> tuple[Figure
 
 
 def _draw_bars(group: Group, theme: Theme) -> Figure:
-    figure = _figure(3.4)
+    figure = _figure(group, 3.4)
     throughput, ttft, itl = figure.subplots(1, 3, width_ratios=[1, 2, 2])
     _bars(throughput, group.servers, [BY_TITLE["output tokens / s"]], [""], 1.0, theme)
     throughput.set_title("output tokens/s")
@@ -97,10 +93,10 @@ def _bars(
             )
             axes.vlines(x, low * scale, high * scale, color=theme.ink, linewidth=1.0)
             label = f"{value * scale:.3g}" if value * scale < 1000 else f"{value * scale:,.0f}"
-            axes.bar_label(bar, [label], fontsize=8, padding=2, rotation=90 if len(servers) > 2 else 0)
+            axes.bar_label(bar, [label], fontsize=6, padding=2, rotation=90 if len(servers) > 3 else 0)
     axes.set_xticks(range(len(names)), names)
     axes.grid(visible=False, axis="x")
-    axes.margins(y=0.28 if len(servers) > 2 else 0.16)  # room for the labels
+    axes.margins(y=0.16)
 
 
 def _bars_caption(_group: Group) -> str:
@@ -108,7 +104,7 @@ def _bars_caption(_group: Group) -> str:
 
 
 def _draw_cdf(group: Group, _theme: Theme) -> Figure:
-    figure = _figure(3.5)
+    figure = _figure(group, 3.2)
     ttft, itl = figure.subplots(1, 2, sharey=True)
     for server in group.servers:
         for axes, found in ((ttft, server.latencies.ttft), (itl, server.latencies.itl)):
@@ -122,7 +118,7 @@ def _draw_cdf(group: Group, _theme: Theme) -> Figure:
         axes.set_xlabel(title)
         axes.axhline(0.99, color=GREY, linewidth=0.8, linestyle=":")
     ttft.set_ylabel("share at or below")
-    figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    ttft.legend(loc="upper left")
     return figure
 
 
@@ -137,7 +133,7 @@ def _cdf_caption(_group: Group) -> str:
 
 
 def _draw_stall(group: Group, theme: Theme) -> Figure:
-    figure, panels = _panels(group.servers, 1.3, "gap, ms")
+    figure, panels = _panels(group, group.servers, 1.3, "gap, ms")
     watched = watched_client(group)
     for axes, server in zip(panels, group.servers, strict=True):
         record = server.typical.requests[watched]
@@ -193,7 +189,7 @@ def _over_time(
             with the colour. Later colours cover earlier ones.
     """
     shown = _with_steps(group)
-    figure, panels = _panels([server for server, _ in shown], height, unit)
+    figure, panels = _panels(group, [server for server, _ in shown], height, unit)
     for axes, (_, steps) in zip(panels, shown, strict=True):
         for colour, values_of in layers.items():
             times, values = thin(steps["started_s"], values_of(steps))
@@ -265,17 +261,9 @@ def _has_gaps(group: Group) -> bool:
 
 
 KINDS: Sequence[FigureKind] = (
-    FigureKind("bars", "Throughput and waits", "bars", lambda _: True, _draw_bars, _bars_caption),
-    FigureKind(
-        "cdf", "How many requests waited how long", "rising curves", _has_several, _draw_cdf, _cdf_caption
-    ),
-    FigureKind("stall", "One client's waits", "lines over time", _has_gaps, _draw_stall, _stall_caption),
-    FigureKind(
-        *("kv", "KV memory, reserved and used", "areas over time"),
-        *(lambda group: bool(_with_steps(group)), _draw_kv, _kv_caption),
-    ),
-    FigureKind(
-        *("waste", "Tokens computed for nothing", "areas over time"),
-        *(lambda group: bool(_with_steps(group)), _draw_waste, _waste_caption),
-    ),
+    FigureKind("bars", lambda _: True, _draw_bars, _bars_caption),
+    FigureKind("cdf", _has_several, _draw_cdf, _cdf_caption),
+    FigureKind("stall", _has_gaps, _draw_stall, _stall_caption),
+    FigureKind("kv", lambda group: bool(_with_steps(group)), _draw_kv, _kv_caption),
+    FigureKind("waste", lambda group: bool(_with_steps(group)), _draw_waste, _waste_caption),
 )

@@ -13,15 +13,6 @@ from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
 from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of, typical
 from benchmarks.results import RequestRecord, Run, is_complete, slug
 
-#: By workload, the two servers that a phase's page compares. They have figures of their own, without later phases.
-PAIRS = {
-    "mixed": ("generate()", "phase 4"),
-    **dict.fromkeys(("continuous_batching", "questions"), ("phase 4", "phase 5")),
-    **dict.fromkeys(("paged_attention", "code_edits"), ("phase 5", "phase 6")),
-    **dict.fromkeys(("chunked_prefill", "long_documents"), ("phase 6", "phase 7")),
-    **dict.fromkeys(("prefix_caching", "shared_document", "multi_turn", "chats"), ("phase 7", "phase 8")),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -87,8 +78,7 @@ def load_groups(results: Path) -> list[Group]:
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. If a workload
     was measured several times on a model, the complete comparison with the most servers is drawn. If several have
-    that number of servers, the latest is drawn. The two servers of `PAIRS` are drawn by themselves, too, from the
-    latest comparison that has more servers. A subfolder of results (`h200`, `peers`) makes groups of its own.
+    that number of servers, the latest is drawn. A subfolder of results (`h200`, `peers`) makes groups of its own.
     Sweeps over a phase's options are tables of the site, not figures.
     """
     found: dict[str, list[Together]] = defaultdict(list)
@@ -106,12 +96,6 @@ def load_groups(results: Path) -> list[Group]:
     for name, comparisons in sorted(found.items()):
         best = max(comparisons, key=lambda each: (len(each.labels), each.key))
         groups.append(Group(name, best.local, _servers(best)))
-        pair = PAIRS.get(best.first.workload.name, ())
-        both = [each for each in comparisons if pair and set(pair) < set(each.labels)]
-        if both:
-            latest = max(both, key=lambda each: each.key)
-            two = [server for server in _servers(latest) if server.label in pair]
-            groups.append(Group(f"{name}-{slug(' '.join(pair))}", latest.local, two))
     return groups
 
 

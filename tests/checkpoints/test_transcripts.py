@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def server(chat_model: RealModel) -> Iterator[ServerProcess]:
-    with ServerProcess("phase9_pipelined", "--model", chat_model.name, "--dtype", "auto") as process:
+    with ServerProcess("phase9_pipelined", "--model", chat_model.name, "--max-seq-len", "1024") as process:
         yield process
 
 

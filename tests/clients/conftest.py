@@ -14,7 +14,17 @@ import pytest
 from benchmarks.tables import MeasuredTable
 from common.models.registry import ZOO
 from common.phases import find_phase
-from tests.clients.support import KEY, MAX_TOKENS, MODEL, PHASES, PROMPT, NotInstalledError, Tool, run_script
+from tests.clients.support import (
+    CALL_TOKENS,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    PHASES,
+    PROMPT,
+    NotInstalledError,
+    Tool,
+    run_script,
+)
 from tests.server.support import MESSAGES, ServerProcess
 
 
@@ -35,7 +45,7 @@ def server(phase: int) -> Iterator[ServerProcess]:
     """A server that requires a key, so that every tool must send one."""
     with ServerProcess(
         find_phase(phase).__name__,
-        *("--model", MODEL, "--max-seq-len", "1024", "--api-key", KEY),
+        *("--model", MODEL, "--max-seq-len", "4096", "--api-key", KEY),
         headers={"Authorization": f"Bearer {KEY}"},
     ) as process:
         yield process
@@ -68,6 +78,7 @@ def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     messages=MESSAGES,
                     question=MESSAGES[1]["content"],
                     max_tokens=MAX_TOKENS,
+                    call_tokens=CALL_TOKENS,
                 )
             except NotInstalledError as error:
                 pytest.skip(str(error))
@@ -82,9 +93,15 @@ def prefix() -> str:
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest, run: Run, prefix: str) -> dict[str, Any]:
-    """The report of the module's tool, `TOOL`, and of its script, `SCRIPT`."""
-    return run(request.module.TOOL, request.module.SCRIPT, prefix)
+def tool(request: pytest.FixtureRequest) -> Any:
+    """The client that a test runs: the module's, `TOOL`, unless the module has several."""
+    return request.module.TOOL
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest, run: Run, tool: Tool, prefix: str) -> dict[str, Any]:
+    """The report of the client's script, `SCRIPT`."""
+    return run(tool, request.module.SCRIPT, prefix)
 
 
 # ---------------------------------------------------------------------- the table
@@ -94,7 +111,7 @@ def report(request: pytest.FixtureRequest, run: Run, prefix: str) -> dict[str, A
 def _noted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
     """Record a test's cells of the table as a property, which reaches the main process of pytest-xdist, too."""
     if "phase" in request.fixturenames:
-        tool = request.module.TOOL
+        tool = request.getfixturevalue("tool")
         what = (request.function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         record_property("client", [tool.title, tool.version, what, request.getfixturevalue("phase")])
 

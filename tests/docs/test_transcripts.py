@@ -12,7 +12,7 @@ from tests.server.support import ServerProcess
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("phase9_pipelined", "--dtype", "auto") as process:
+    with ServerProcess("phase9_pipelined") as process:
         yield process
 
 
