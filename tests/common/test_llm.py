@@ -286,7 +286,7 @@ def test_startup_errors_are_for_people() -> None:
         ({"dtype": "int3"}, "dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16', not 'int3'"),
         (
             {"max_batchsize": 4},
-            "phase7_chunked has no option max_batchsize; it has model, chat_template, generation_config, ",
+            "phase7_chunked has no option max_batchsize; it has model, chat_template, escape_special_tokens, ",
         ),
         (
             {"use_chunked_prefill": False, "mixed_batches": False},
