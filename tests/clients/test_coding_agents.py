@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.models.registry import ZOO
@@ -152,6 +153,15 @@ def agent(request: pytest.FixtureRequest) -> Agent:
 @pytest.fixture
 def tool(agent: Agent) -> Tool:
     return agent.tool
+
+
+@pytest.fixture(autouse=True)
+def _no_daemons(tmp_path: Path) -> Iterator[None]:
+    """End what an agent leaves running: Cline has a daemon for each home folder."""
+    yield
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(tmp_path) in argument for argument in process.info["cmdline"] or ()):
+            process.kill()
 
 
 def test_a_task_with_a_call(server: ServerProcess, agent: Agent, tmp_path: Path) -> None:
