@@ -221,7 +221,7 @@ class Front:
         if request.path == HEALTH:
             replies = await self._probe(request)
             head, body = health(replies, wanted=self._wanted, known=self._known, draining=self._draining)
-        elif request.path == METRICS:
+        elif request.path == METRICS and request.method == "GET":  # a refusal of another method is not kept
             head, body = await self._metrics(request)
         elif request.path in MERGES:
             head, body = await self._merge(request)
