@@ -17,6 +17,7 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from common.server.bodies import BodyT
 from common.server.errors import from_exception, status_at
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_choices
@@ -202,6 +203,23 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         close(client_gone)
 
 
+async def read_body(
+    request: Request,
+    service: Service,
+    form: type[BodyT],
+    prepare: Callable[[BodyT], None] | None = None,
+) -> BodyT:
+    """Read and validate a body as a `form`, and note its unknown fields. `prepare`: see `Intake.parse`.
+
+    Raises:
+        ApiError: as `Bodies.read_json` and `Intake.parse`.
+    """
+    body = await service.bodies.read_json(request)
+    wanted = await while_connected(request.receive, service.intake.parse(body, form, prepare))
+    service.note_ignored(request, wanted)
+    return wanted
+
+
 async def take_in(
     service: Service, request: Request, route: Route[RequestT], body: bytes, arrived_s: float
 ) -> tuple[RequestT, bool, Answer]:
@@ -239,10 +257,8 @@ async def take_in(
 @router.post("/openai/v1/responses/input_tokens")
 async def count_input_tokens(request: Request, service: Served) -> Response:
     """Return the number of tokens of the prompt that the body of a response becomes."""
-    body = await service.bodies.read_json(request)
     prepare = functools.partial(recall, request)
-    wanted = await while_connected(request.receive, service.intake.parse(body, ResponsesRequest, prepare))
-    service.note_ignored(request, wanted)
+    wanted = await read_body(request, service, ResponsesRequest, prepare)
     tokens = await while_connected(request.receive, service.intake.count(wanted))
     reply: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
     return json_response(reply)
@@ -251,9 +267,7 @@ async def count_input_tokens(request: Request, service: Served) -> Response:
 @router.post("/apply-template")
 async def apply_template(request: Request, service: Served) -> Response:
     """Return the text that the body of a chat becomes, as llama.cpp's route of this name does."""
-    body = await service.bodies.read_json(request)
-    wanted = await while_connected(request.receive, service.intake.parse(body, ChatRequest))
-    service.note_ignored(request, wanted)
+    wanted = await read_body(request, service, ChatRequest)
     reply: Text = {"prompt": await while_connected(request.receive, service.intake.render(wanted))}
     return json_response(reply)
 
@@ -261,9 +275,7 @@ async def apply_template(request: Request, service: Served) -> Response:
 @router.post("/tokenize")
 async def tokenize(request: Request, service: Served) -> Response:
     """Return the token ids of a text, or of a conversation as chat renders it."""
-    body = await service.bodies.read_json(request)
-    wanted = await while_connected(request.receive, service.intake.parse(body, TokenizeRequest))
-    service.note_ignored(request, wanted)
+    wanted = await read_body(request, service, TokenizeRequest)
     tokens, spelled = await while_connected(request.receive, service.intake.tokenize(wanted))
     reply: Tokens = {
         "count": len(tokens),
@@ -277,8 +289,6 @@ async def tokenize(request: Request, service: Served) -> Response:
 @router.post("/detokenize")
 async def detokenize(request: Request, service: Served) -> Response:
     """Return the text of token ids, special tokens included."""
-    body = await service.bodies.read_json(request)
-    wanted = await while_connected(request.receive, service.intake.parse(body, DetokenizeRequest))
-    service.note_ignored(request, wanted)
+    wanted = await read_body(request, service, DetokenizeRequest)
     reply: Text = {"prompt": await while_connected(request.receive, service.intake.detokenize(wanted))}
     return json_response(reply)

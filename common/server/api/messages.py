@@ -59,7 +59,7 @@ from common.server.requests.tools import (
     NamedTool,
     ToolCall,
 )
-from common.server.routes import Route, generate, streams_if_asked_to
+from common.server.routes import Route, generate, read_body, streams_if_asked_to
 from common.server.service import Served
 from common.server.stream import while_connected
 
@@ -640,8 +640,6 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, service: Served) -> Response:
     """Return the number of tokens of the prompt that a body of `/v1/messages` becomes."""
-    body = await service.bodies.read_json(request)
-    wanted = await while_connected(request.receive, service.intake.parse(body, MessagesRequest))
-    service.note_ignored(request, wanted)
+    wanted = await read_body(request, service, MessagesRequest)
     reply: TokenCount = {"input_tokens": await while_connected(request.receive, service.intake.count(wanted))}
     return json_response(reply)
