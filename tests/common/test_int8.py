@@ -233,10 +233,11 @@ def test_quantize_int8_adds_the_head(form: str, tmp_path: Path) -> None:
     )
 
 
-def test_quantized_activations_are_left_as_they_are(form: str, tmp_path: Path) -> None:
+def test_quantized_activations_are_left_as_they_are_and_that_is_said(form: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     compress(tmp_path, form, input_activations={"num_bits": 8, "dynamic": True})
     assert load(tmp_path).is_quantized
+    assert "quantized activations" in open_checkpoint(str(tmp_path)).unused
 
 
 @pytest.mark.parametrize(

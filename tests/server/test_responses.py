@@ -355,7 +355,6 @@ FILES: dict[str, Any] = {
 
 @pytest.mark.parametrize("choice", ["required", "read", "files__read", "allowed"])
 def test_a_function_of_a_namespace_is_called_by_both_names(server: ServerProcess, choice: str) -> None:
-    """Tools that the server cannot run are skipped, and the log names each of their types once."""
     named = {"type": "function", "name": choice}
     only = {
         "type": "allowed_tools",
@@ -380,6 +379,11 @@ def test_a_function_of_a_namespace_is_called_by_both_names(server: ServerProcess
     spelled = item | {"namespace": None, "name": "files__read"}
     again, same = (respond(server, **body | {"input": [*MESSAGES, each, result]}) for each in (item, spelled))
     assert again["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+
+
+def test_the_log_names_each_type_of_skipped_tools_once(server: ServerProcess) -> None:
+    for _ in range(2):
+        respond(server, tools=[{"type": "web_search"}, FILES], max_output_tokens=1)
     for kind in ("web_search", "custom"):
         assert len([line for line in server.log if f"tools of type '{kind}' are skipped" in line]) == 1
 

@@ -11,7 +11,7 @@ OTHERWISE = {
     "test_telemetry_is_read_page_by_page_while_steps_go_on": "the same",
     "test_a_wrong_key": "this cluster wants no key; `tests/cluster/test_cluster.py` has one that does",
     "test_refusals_are_400": "reads the log, which replicas write to Ray's files",
-    "test_a_function_of_a_namespace_is_called_by_both_names": "the same",
+    "test_the_log_names_each_type_of_skipped_tools_once": "the same",
 }
 #: Tests whose values a replica refuses, and the front does not read. It forwards all refusals alike: one is enough.
 TABLES = {
