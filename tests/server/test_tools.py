@@ -335,8 +335,8 @@ def test_wrong_types(server: ServerProcess, fields: dict[str, Any]) -> None:
 
 # Schemas that clients' libraries write for ordinary functions, and the keyword that no grammar follows.
 UNFOLLOWED: dict[str, tuple[dict[str, Any], str]] = {
-    "a map of zod": ({"type": "object", "propertyNames": {"type": "string"}}, "propertyNames"),
-    "a set of pydantic": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+    "a map": ({"type": "object", "propertyNames": {"type": "string"}}, "propertyNames"),
+    "a set": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
     "a pattern": ({"type": "string", "pattern": r"^(?!\.)[a-z.]+$"}, "pattern"),
     "patterns of names": (
         {"patternProperties": {"^a": {"type": "string"}, "b$": {"type": "integer"}}},
@@ -351,18 +351,17 @@ def test_a_schema_that_no_grammar_follows_is_refused_only_where_a_call_is_requir
     server: ServerProcess, name: str
 ) -> None:
     schema, keyword = UNFOLLOWED[name]
+    function = name.replace(" ", "_")  # the server's log holds the other cases' functions, too
     parameters = {"type": "object", "properties": {"a": schema}}
-    bad = tool("hide", name="do", parameters=parameters, strict=True)
+    bad = tool("hide", name=function, parameters=parameters, strict=True)
     tools = [*STRICT, bad]
     for fields in ({}, {"parallel_tool_calls": False}, {"tool_choice": FOX}):
         ask(server, tools=tools, max_tokens=4, **fields)
     refused = server.ask("/v1/chat/completions", tools=tools, tool_choice="required")
     assert_error(refused, 422, "tools", says=keyword)
-    assert "function 'do'" in refused.json()["error"]["message"]
-    assert (
-        len([each for each in server.log if "'do' need not follow its schema" in each and keyword in each])
-        == 1
-    )
+    assert f"function '{function}'" in refused.json()["error"]["message"]
+    (told,) = [each for each in server.log if f"'{function}' need not follow its schema" in each]
+    assert keyword in told
 
 
 # ---------------------------------------------------------------------- other templates, and options
