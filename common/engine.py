@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from common.commit import fail, terminal_output
 from common.config import EngineConfig
+from common.constrained.grammar import Grammar, GrammarCompiler, Matcher
 from common.engine_front import EngineFront, Phase
 from common.errors import EngineDeadError, RequestTimeoutError
-from common.grammar import Grammar, GrammarCompiler, Matcher
 from common.models.layers import CausalLM
 from common.request import FinishReason, Request, RequestState, SamplingParams, StepOutput
 from common.runner import Runner
@@ -347,7 +347,7 @@ class Engine(EngineFront):
         return plan
 
     def _deal_turns(self) -> None:
-        """Choose the requests with grammars that go on in the next step (`common.mask_share`)."""
+        """Choose the requests with grammars that go on in the next step (`common.constrained.mask_share`)."""
         matchers = []
         for request in self.scheduler.active:
             if request.matcher is not None:

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-from common.allowed_tokens import AllowedTokens
 from common.config import EngineConfig
+from common.constrained.allowed_tokens import AllowedTokens
+from common.constrained.grammar import Grammar, GrammarCompiler, Matcher
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
-from common.grammar import Grammar, GrammarCompiler, Matcher
 from common.models.config import ModelConfig
 from common.request import Request, SamplingParams
 from common.scheduling import Clock

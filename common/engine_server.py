@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.allowed_tokens import AllowedTokens
 from common.config import EngineConfig
+from common.constrained.allowed_tokens import AllowedTokens
+from common.constrained.grammar import Grammar, Matcher
 from common.engine import Engine
 from common.engine_front import Phase
 from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, StartupError
-from common.grammar import Grammar, Matcher
 from common.memory import freeze_objects
 from common.models.config import ModelConfig
 from common.request import Request, SamplingParams, StepOutput

@@ -24,7 +24,7 @@ that ends afterwards, and its pool of workers ends with it.
 | `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
 | a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.streams` |
 | lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.intake` |
-| `masks`, a few | token masks of grammars | `common.mask_threads` |
+| `masks`, a few | token masks of grammars | `common.constrained.mask_threads` |
 | `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
 
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.allowed_tokens import Mask
+from common.constrained.allowed_tokens import Mask
 from common.errors import GrammarFailedError
 from common.request import Request, SamplingParams
 from kernels.draw import SETTINGS

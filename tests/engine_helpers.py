@@ -22,10 +22,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.constrained.grammar import GrammarCompiler
 from common.engine import Engine
 from common.engine_thread import EngineThread
 from common.generate import generate
-from common.grammar import GrammarCompiler
 from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig

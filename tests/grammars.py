@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import llguidance
 
-from common.grammar import Grammar, Matcher
+from common.constrained.grammar import Grammar, Matcher
 
 
 @dataclass(frozen=True)

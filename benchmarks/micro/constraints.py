@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from benchmarks.micro import in_new_process, in_turns
 from benchmarks.micro.engines import build_engine
 from benchmarks.tables import Cell, MeasuredTable
+from common.constrained.grammar import Grammar, GrammarCompiler
 from common.engine import Engine
-from common.grammar import Grammar, GrammarCompiler
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 

@@ -23,8 +23,8 @@ from benchmarks.chats import CHATS
 from benchmarks.micro import in_turns, say
 from benchmarks.micro.engines import build_engine
 from benchmarks.tables import Cell, MeasuredTable
+from common.constrained.grammar import Grammar
 from common.engine import Engine
-from common.grammar import Grammar
 from common.request import SamplingParams
 
 SEED = 1

@@ -36,10 +36,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from common.chat_template import BREAK
+from common.constrained.grammar import Grammar, Matcher
 from common.dialect import Dialect
 from common.engine_front import EngineFront
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
-from common.grammar import Grammar, Matcher
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from common.constrained.grammar import Grammar, GrammarCompiler
 from common.engine import Engine
-from common.grammar import Grammar, GrammarCompiler
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from common.text import Tokenizer

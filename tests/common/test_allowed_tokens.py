@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.allowed_tokens import AllowedTokens, Mask, spellings
+from common.constrained.allowed_tokens import AllowedTokens, Mask, spellings
+from common.constrained.grammar import Grammar
 from common.errors import InvalidRequestError, NoTokenLeftError
-from common.grammar import Grammar
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
 from common.request import Request, SamplingParams

@@ -17,11 +17,20 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from common import calls, grammar_trial
-from common.calls import MAX_CALLS, Call, Function, ToolUse, behind_thought, told_in_messages, written
+from common.constrained import tool_calls as calls
+from common.constrained import trial as grammar_trial
+from common.constrained.grammar import MAX_GRAMMAR_CHARACTERS
+from common.constrained.tool_calls import (
+    MAX_CALLS,
+    Call,
+    Function,
+    ToolUse,
+    behind_thought,
+    told_in_messages,
+    written,
+)
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.errors import InvalidGrammarError
-from common.grammar import MAX_GRAMMAR_CHARACTERS
 from common.server.replies.call_readers import new_reader
 from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from tests.tool_schemas import parameters

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import common.runner
+from common.constrained.grammar import Grammar, Matcher
 from common.engine import Engine
 from common.errors import GrammarFailedError, InvalidGrammarError
-from common.grammar import Grammar, Matcher
 from common.llm import LLM
 from common.phases import find_phase, phase_names
 from common.request import Request, StepOutput
@@ -226,7 +226,7 @@ def test_slow_masks_fail_their_request_alone(phase: str) -> None:
 def test_slow_masks_of_several_requests_take_turns(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four answers whose masks stay within the budget cost the others about as much as one. (Phase 4 computes all
     sequences of its batch in every step.)"""
-    monkeypatch.setattr("common.mask_share.LONGEST_PASS_S", 0.0)
+    monkeypatch.setattr("common.constrained.mask_share.LONGEST_PASS_S", 0.0)
     engine = build_constrained(phase, RememberingModel(rule=likes(A, B)), max_batch_size=8)
     slow = [add(engine, "ask", greedy(40, grammar=Grammar.regex("(ab)+"))) for _ in range(4)]
     for request in slow:

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import common.grammar_trial
+import common.constrained.trial
+from common.constrained.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher, without
+from common.constrained.mask_threads import MASK_THREADS
+from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
-from common.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher, without
-from common.grammar_trial import MaskBudget, OverBudgetError
-from common.mask_threads import MASK_THREADS
 from common.models.registry import open_checkpoint
 from common.text import Tokenizer
 from tests.engine_helpers import EOS, byte_tokenizer
@@ -234,10 +234,10 @@ class Ticking:
 
 def test_a_trial_ends_when_its_budget_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = Ticking()
-    monkeypatch.setattr(common.grammar_trial, "thread_time", lambda: matcher.now_s)
+    monkeypatch.setattr(common.constrained.trial, "thread_time", lambda: matcher.now_s)
     budget = MaskBudget(1000)
     with pytest.raises(ValueError, match="fails after 6 tokens: its masks took 20 ms"):
-        common.grammar_trial.walk(matcher, COMPILER._backend, 0, budget)  # type: ignore[arg-type]
+        common.constrained.trial.walk(matcher, COMPILER._backend, 0, budget)  # type: ignore[arg-type]
     assert matcher.masks == 6
 
 
@@ -354,7 +354,7 @@ def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
 def test_integers_that_are_too_long_are_refused_before_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("common.grammar.json.dumps", None)
+    monkeypatch.setattr("common.constrained.grammar.json.dumps", None)
     for schema in ({"maximum": 10**308}, {"enum": [[{"a": -(10**400)}]]}):
         with pytest.raises(InvalidGrammarError, match="308 digits"):
             Grammar.json_schema(schema)

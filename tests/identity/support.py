@@ -17,10 +17,10 @@ from torch import Tensor
 
 import common.generate
 import common.runner
-from common.allowed_tokens import AllowedTokens
+from common.constrained.allowed_tokens import AllowedTokens
+from common.constrained.grammar import GrammarCompiler
 from common.engine import Engine
 from common.generate import generate
-from common.grammar import GrammarCompiler
 from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.constrained.grammar import GrammarCompiler
 from common.generate import generate
-from common.grammar import GrammarCompiler
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from common.constrained.grammar import Grammar
 from common.engine import Engine
 from common.errors import RequestTimeoutError
-from common.grammar import Grammar
 from common.request import Request, RequestState, StepOutput
 from common.runner import Launched
 from common.scheduling import StepPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.grammar import Grammar
+from common.constrained.grammar import Grammar
 from common.phases import find_phase
 from common.request import SamplingParams
 from common.step_parts import StepParts

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from common.constrained.grammar import Grammar
 from common.engine import Engine
-from common.grammar import Grammar
 from common.server import bodies, intake
 from common.server.bodies import Bodies
 from common.server.errors import ApiError

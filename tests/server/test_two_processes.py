@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 import pytest
 
+from common.constrained.grammar import Grammar, Matcher
 from common.engine_calls import EngineCalls
 from common.engine_process import EngineProcess
 from common.errors import StartupError
-from common.grammar import Grammar, Matcher
 from common.phases import find_phase
 from tests.server.support import (
     BATCH,

@@ -40,7 +40,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from common.grammar import Grammar
+from common.constrained.grammar import Grammar
 from common.request import StepOutput
 from common.server.bodies import BODY, refused
 from common.server.errors import from_exception

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
 
+from common.constrained.grammar import Grammar
 from common.errors import InvalidGrammarError
-from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import by_type
 

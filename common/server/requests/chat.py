@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
-from common.calls import Function, ToolUse, behind_thought, told_in_messages
 from common.chat_template import FOR_TOOLS, RESERVED, ChatTemplate
+from common.constrained.grammar import Grammar
+from common.constrained.tool_calls import Function, ToolUse, behind_thought, told_in_messages
 from common.conversation import continues, joined
 from common.dialect import Dialect
 from common.errors import InvalidGrammarError, InvalidRequestError
-from common.grammar import Grammar
 from common.server.bodies import BODY, refused
 from common.server.errors import shorten
 from common.server.requests.answer_forms import naming

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, Tag
 
-from common.calls import ToolUse
+from common.constrained.grammar import Grammar
+from common.constrained.tool_calls import ToolUse
 from common.dialect import Dialect
-from common.grammar import Grammar
 from common.request import SamplingParams
 from common.server.bodies import BODY, Body, Limits, check_model, refused
 from common.server.requests.answer_forms import ResponseFormat, StructuredOutputs

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from common.calls import Call
+from common.constrained.tool_calls import Call
 from common.server.bodies import BODY, refused
 from common.server.known_fields import OLD_TOOLS
 from common.server.requests.forms import Other, by_kind, by_type, refuse_other_parts

@@ -11,9 +11,9 @@ import orjson
 from pydantic import BaseModel, Field, PrivateAttr, Tag
 from pydantic_core import to_json
 
-from common.calls import Function
-from common.grammar import Grammar
-from common.schemas import size
+from common.constrained.grammar import Grammar
+from common.constrained.schemas import size
+from common.constrained.tool_calls import Function
 from common.server.bodies import BODY, MAX_BODY_BYTES, refused, too_large
 from common.server.errors import shorten
 from common.server.replies.response_shapes import ResponseObject, Settings

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from common.calls import Call, Function, ToolUse
+from common.constrained.schemas import size
+from common.constrained.tool_calls import Call, Function, ToolUse
 from common.errors import InvalidGrammarError
-from common.schemas import size
 from common.server.bodies import BODY, refused
 from common.server.requests.forms import Other, by_kind
 

@@ -11,8 +11,8 @@ import benchmarks.__main__ as command_line
 from benchmarks.micro import constraints
 from benchmarks.micro.constraints import ANSWERS, IN_A_STRING, NEW_TOKENS, of_answer, step_ms
 from benchmarks.micro.engines import build_engine
+from common.constrained.grammar import GrammarCompiler
 from common.engine import Engine
-from common.grammar import GrammarCompiler
 from common.models.registry import open_checkpoint
 
 MODEL = "zoo:llama-tiny"

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from common.constrained.grammar import Grammar, check_length
+from common.constrained.schemas import asked, closed, objects_in, size
+from common.constrained.trial import JSON_OPTIONS
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.errors import InvalidGrammarError
-from common.grammar import Grammar, check_length
-from common.grammar_trial import JSON_OPTIONS
-from common.schemas import asked, closed, objects_in, size
 
 #: Most calls in one constrained answer. Small models do not know when to stop.
 MAX_CALLS = 16

@@ -8,7 +8,7 @@ Grammar ──compile──> Matcher ──mask──> a bit for each token: may
 
 A matcher's state depends only on the tokens it has advanced by. So its mask may be read any number of times, and a
 preemption between two tokens does not change the mask. The library llguidance computes the masks: its parser walks
-a grammar and a trie of the vocabulary together. Masks are computed in threads of their own (`common.mask_threads`).
+a grammar and a trie of the vocabulary together. Masks are computed in threads of their own (`common.constrained.mask_threads`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ import llguidance
 import numpy as np
 from pydantic_core import from_json
 
-from common import grammar_trial, schemas
-from common.allowed_tokens import Mask, without_tokens
+from common.constrained import schemas
+from common.constrained import trial as grammar_trial
+from common.constrained.allowed_tokens import Mask, without_tokens
+from common.constrained.mask_share import MaskShare
+from common.constrained.mask_threads import MaskThreads, Work
+from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
-from common.grammar_trial import MaskBudget, OverBudgetError
-from common.mask_share import MaskShare
-from common.mask_threads import MaskThreads, Work
 from common.text import Tokenizer
 
 #: The longest text of a grammar. The compiled grammar takes about a hundred times as many bytes.
@@ -131,7 +132,7 @@ class Matcher:
     Attributes:
         words: number of 32-bit words in a mask.
         complete: True if no token can follow the tokens so far.
-        has_turn, last_turn: see `common.mask_share`.
+        has_turn, last_turn: see `common.constrained.mask_share`.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ def without(mask: Mask, held_back: Collection[int]) -> Mask:
 class GrammarCompiler:
     """Makes matchers for one tokenizer. Any thread may call the methods.
 
-    A grammar is first tried in another process (`common.grammar_trial`), and the verdict is cached. The grammar is
+    A grammar is first tried in another process (`common.constrained.trial`), and the verdict is cached. The grammar is
     then compiled again for each matcher. Copies of a compiled grammar would share the lexer, its lock and its
     limits, so one answer could block or fail others.
 

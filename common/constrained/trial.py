@@ -145,7 +145,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
 
     Args:
         tokenizer: the model's tokenizer.
-        kind, text: as in `common.grammar.Grammar`.
+        kind, text: as in `common.constrained.grammar.Grammar`.
 
     Raises:
         ValueError: the grammar is malformed, exceeds `limits`, or matches no text.
