@@ -14,6 +14,7 @@ import torch
 
 from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.device_defaults import log_sizes, sized_for, with_context, with_measured_chunk
+from common.devices.streams import call_apart
 from common.engine import Engine, Phase
 from common.errors import StartupError
 from common.generate import ContiguousCache
@@ -27,7 +28,6 @@ from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.sampling import sample
 from common.scheduling import Clock, Scheduler
-from common.streams import call_apart
 from common.telemetry import Telemetry
 from common.text import Tokenizer
 from common.warm_up import warm_up

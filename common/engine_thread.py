@@ -22,10 +22,10 @@ that ends afterwards, and its pool of workers ends with it.
 | --- | --- | --- |
 | event loop | HTTP, routes, validation of small bodies, events of answers | `common.server` |
 | `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
-| a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.streams` |
+| a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.devices.streams` |
 | lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.intake` |
 | `masks`, a few | token masks of grammars | `common.constrained.mask_threads` |
-| `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.streams` |
+| `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.devices.streams` |
 
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its
 own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.engine_server`).

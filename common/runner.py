@@ -20,6 +20,7 @@ import torch
 
 from common.commit import commit_token, fail, without_frames
 from common.config import EngineConfig
+from common.devices.streams import Stream
 from common.errors import EngineDeadError, GrammarFailedError, NoTokenLeftError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
@@ -28,7 +29,6 @@ from common.request import Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import Sampled, read_logprobs, sample
 from common.sampling_inputs import TokenMasks
 from common.scheduling import PrefillChunk, StepPlan
-from common.streams import Stream
 from common.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from common.graphs import Graphs
+from common.devices.graphs import Graphs
+from common.devices.streams import CudaStream, Stream, TapeStream
 from common.request import Request, SamplingParams
 from common.runner import Runner
 from common.scheduling import PrefillChunk, RowCost, Scheduler, StepPlan
-from common.streams import CudaStream, Stream, TapeStream
 
 logger = logging.getLogger(__name__)
 

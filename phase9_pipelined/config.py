@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.graphs import graph_sizes
+from common.devices.graphs import graph_sizes
 from phase8_prefix.config import Config as PrefixConfig
 
 

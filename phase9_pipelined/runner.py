@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from common.device_seats import DeviceSeats
+from common.devices.streams import Pending, Stream, open_stream
 from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
@@ -33,7 +34,6 @@ from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_i
 from common.sampling import Sampled, choose
 from common.sampling_inputs import SamplingInputs, is_ordered
 from common.scheduling import StepPlan
-from common.streams import Pending, Stream, open_stream
 from common.telemetry import Telemetry
 from kernels.decode_rows import decode_rows_triton
 from kernels.dispatch import use_triton

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from common.devices.streams import Pending
 from common.request import Request
 from common.runner import PassShare
 from common.scheduling import StepPlan
-from common.streams import Pending
 
 MAX_IN_FLIGHT = 2
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from common.devices.streams import Pending
 from common.request import Request, StepOutput
 from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
 from common.scheduling import RowCost, Scheduler, StepPlan
-from common.streams import Pending
 from common.warm_up import ROWS
 from phase9_pipelined import Runner as PipelinedRunner
 from phase9_pipelined.state import LaunchedPass

@@ -29,7 +29,7 @@ import kernels.penalties
 import kernels.rms_norm
 import kernels.rope
 import phase9_pipelined.runner
-from common.streams import Done, Pending, Stream
+from common.devices.streams import Done, Pending, Stream
 from kernels.tape import Function
 from tests.graphs import StandIns
 

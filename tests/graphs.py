@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from common.graphs import Graphs
+from common.devices.graphs import Graphs
 
 
 class StandIn:

@@ -29,8 +29,8 @@ from benchmarks.micro.on_device import (
     prompts_of,
 )
 from benchmarks.tables import Cell, MeasuredTable
+from common.devices.streams import CudaStream
 from common.engine import Engine
-from common.streams import CudaStream
 
 COLUMNS = [
     "way",

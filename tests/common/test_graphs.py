@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.graphs import MOST_ROWS, graph_sizes
+from common.devices.graphs import MOST_ROWS, graph_sizes
 from tests.graphs import StandIns
 
 

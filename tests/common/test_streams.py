@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import work_times
-from common.streams import Stream, TapeStream, ThreadStream, call_apart, open_stream
-from common.work_times import DeviceTimes, HostTimes
+from common.devices import work_times
+from common.devices.streams import Stream, TapeStream, ThreadStream, call_apart, open_stream
+from common.devices.work_times import DeviceTimes, HostTimes
 from kernels import native
 
 STREAMS = [

@@ -19,6 +19,7 @@ import common.generate
 import common.runner
 from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import GrammarCompiler
+from common.devices.streams import Done, Pending
 from common.engine import Engine
 from common.generate import generate
 from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
@@ -29,7 +30,6 @@ from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.sampling import Sampled
 from common.sampling_inputs import TokenMasks
-from common.streams import Done, Pending
 from common.text import Tokenizer
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass

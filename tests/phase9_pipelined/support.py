@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from common.devices.streams import Pending, Stream
 from common.engine import Engine
-from common.streams import Pending, Stream
 from kernels.tape import Function
 from phase9_pipelined import Runner
 from tests.engine_helpers import build

@@ -13,9 +13,9 @@ import common.device_seats
 import kernels.attention
 import phase9_pipelined
 import phase9_pipelined.runner
-from common.graphs import graph_sizes
+from common.devices.graphs import graph_sizes
+from common.devices.streams import CudaStream, Pending, ThreadStream
 from common.request import SamplingParams
-from common.streams import CudaStream, Pending, ThreadStream
 from kernels.dispatch import HAS_TRITON
 from kernels.tape import Function
 from tests.engine_helpers import (

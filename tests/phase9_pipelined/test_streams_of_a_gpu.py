@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.devices.streams import CudaStream
 from common.request import SamplingParams
-from common.streams import CudaStream
 from tests.engine_helpers import add, assert_all_free, assert_answered, build, run, tiny_model
 from tests.phase9_pipelined.support import runner_of
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import phase9_pipelined
-from common.graphs import graph_sizes
+from common.devices.graphs import graph_sizes
+from common.devices.streams import Pending, TapeStream, ThreadStream
+from common.devices.work_times import Work
 from common.request import Request, SamplingParams
 from common.scheduling import StepPlan
-from common.streams import Pending, TapeStream, ThreadStream
 from common.warm_up import FEW_ROWS, capture, record
-from common.work_times import Work
 from kernels import native
 from kernels.tape import Function
 from tests.engine_helpers import assert_all_free, run
@@ -47,7 +47,7 @@ def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
     def recorded_late(*_: object) -> None:
         raise AssertionError("recorded while a client waits")
 
-    monkeypatch.setattr("common.streams.record", recorded_late)
+    monkeypatch.setattr("common.devices.streams.record", recorded_late)
     for params in (
         SamplingParams(temperature=0.0, max_new_tokens=8),
         SamplingParams(temperature=0.7, max_new_tokens=8),
@@ -73,7 +73,7 @@ def test_a_recording_that_fails_late_fails_nobody_else() -> None:
         def broken(*_: object) -> None:
             raise RuntimeError("no tape left")
 
-        patch.setattr("common.streams.record", broken)
+        patch.setattr("common.devices.streams.record", broken)
         outputs = run(engine)
     assert [output.error for output in outputs if output.finished] == [None, None], (
         "computed one by one, without it"

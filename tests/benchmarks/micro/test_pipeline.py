@@ -10,7 +10,7 @@ import pytest
 import benchmarks.__main__ as command_line
 from benchmarks.micro import pipeline
 from benchmarks.micro.pipeline import WAYS
-from common.streams import TapeStream, ThreadStream
+from common.devices.streams import TapeStream, ThreadStream
 from kernels import native
 from tests.phase9_pipelined.support import runner_of
 

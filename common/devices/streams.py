@@ -28,8 +28,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from common.graphs import CudaGraph, Graphs
-from common.work_times import MOST_TIMES, DeviceTimes, HostTimes, Work
+from common.devices.graphs import CudaGraph, Graphs
+from common.devices.work_times import MOST_TIMES, DeviceTimes, HostTimes, Work
 from kernels.tape import Function, Tape, record
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Records when a stream (`common.streams`) ran its work, for traces and measurements."""
+"""Records when a stream (`common.devices.streams`) ran its work, for traces and measurements."""
 
 from __future__ import annotations
 
