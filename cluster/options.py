@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 from common.phases import PhasePackage, find_phase, phase_names
 from common.server import options as server_options
 from common.server.options import CommonOptions

@@ -12,12 +12,15 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 
-from common.config import EngineConfig, resolve_device, resolve_dtype
 from common.device_defaults import log_sizes, sized_for, with_context, with_measured_chunk
 from common.devices.streams import call_apart
-from common.engine import Engine, Phase
+from common.engine.config import EngineConfig, resolve_device, resolve_dtype
+from common.engine.engine import Engine, Phase
+from common.engine.reference import ContiguousCache
+from common.engine.runner import Runner
+from common.engine.scheduling import Clock, Scheduler
+from common.engine.telemetry import Telemetry
 from common.errors import StartupError
-from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.memory import check_memory
 from common.models.checkpoint import Checkpoint
@@ -25,10 +28,7 @@ from common.models.generation_config import in_words, origin_of
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
-from common.runner import Runner
 from common.sampling import sample
-from common.scheduling import Clock, Scheduler
-from common.telemetry import Telemetry
 from common.text import Tokenizer
 from common.warm_up import warm_up
 from kernels.dispatch import INTERPRETED, kernels_on

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from common.config import EngineConfig
-from common.generate import ContiguousCache
+from common.engine.config import EngineConfig
+from common.engine.reference import ContiguousCache
 from common.kv import KVShape, Span
 from common.memory import estimate_memory, free_memory
 from common.models.config import ModelConfig

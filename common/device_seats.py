@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from common.engine.runner import PassShare
 from common.request import Request
-from common.runner import PassShare
 from common.sampling_inputs import GREEDY, settings_of
 from kernels.draw import SETTINGS, SeatState
 from kernels.penalties import IN_PROMPT, NONE, SeatPenalties

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import StepRecord
 from common.request import StepOutput
-from common.scheduling import StepPlan
 from common.step_trace import Frame, FrameMaker
-from common.telemetry import StepRecord
 from common.trace import TraceBuffer, TraceFile, Tracer
 
 logger = logging.getLogger(__name__)

@@ -38,18 +38,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from common.commit import decode, fail
 from common.constrained.grammar import Grammar, GrammarCompiler, Matcher, Verdict
-from common.engine import Engine
+from common.engine.commit import decode, fail
+from common.engine.engine import Engine
+from common.engine.requests import EngineFront
+from common.engine.telemetry import Counters, StepRecord, Telemetry
 from common.engine_calls import EngineCalls
-from common.engine_front import EngineFront
 from common.engine_server import LENGTH, Facts, Model, RemoteMatcher, State, new_request, packed, receive
 from common.engine_thread import STOPPED, Deliver
 from common.errors import EngineDeadError, ShuttingDownError, StartupError
 from common.models.registry import open_checkpoint
 from common.request import FinishReason, Request, StepOutput
 from common.step_trace import Frame
-from common.telemetry import Counters, StepRecord, Telemetry
 from common.text import Tokenizer
 from kernels.dispatch import Kernels
 

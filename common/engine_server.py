@@ -19,19 +19,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.config import EngineConfig
 from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import Grammar, Matcher
-from common.engine import Engine
-from common.engine_front import Phase
+from common.engine.config import EngineConfig
+from common.engine.engine import Engine
+from common.engine.requests import Phase
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import Counters, StepRecord
 from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, StartupError
 from common.memory import freeze_objects
 from common.models.config import ModelConfig
 from common.request import Request, SamplingParams, StepOutput
-from common.scheduling import StepPlan
 from common.step_trace import Frame
-from common.telemetry import Counters, StepRecord
 from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)

@@ -45,8 +45,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from common.commit import fail
-from common.engine import Engine
+from common.engine.commit import fail
+from common.engine.engine import Engine
 from common.engine_calls import EngineCalls
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import FinishReason, Request, StepOutput

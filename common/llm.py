@@ -14,9 +14,9 @@ from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from common.chat_template import BREAK
-from common.config import EngineConfig
 from common.conversation import Message
-from common.engine import Engine
+from common.engine.config import EngineConfig
+from common.engine.engine import Engine
 from common.errors import InvalidRequestError, StartupError
 from common.phases import PhasePackage, find_phase, phase_names
 from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 from common.errors import StartupError
 from common.kv import KVShape
 from common.models.config import ModelConfig

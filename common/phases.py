@@ -16,8 +16,8 @@ from common.errors import StartupError
 
 if TYPE_CHECKING:  # they import torch, which takes seconds; the names of the phases are known without it
     from common.build import EngineBuilder
-    from common.config import EngineConfig
-    from common.engine import Phase
+    from common.engine.config import EngineConfig
+    from common.engine.engine import Phase
 
 GROUP = "infer.phases"
 
@@ -82,7 +82,7 @@ def _import_unregistered(name: str) -> PhasePackage:
         package = importlib.import_module(name)
     except ModuleNotFoundError:
         raise unknown from None
-    from common.engine import Phase  # with torch, which a phase has imported
+    from common.engine.engine import Phase  # with torch, which a phase has imported
 
     if not isinstance(getattr(package, "PHASE", None), Phase):  # some other module
         raise unknown

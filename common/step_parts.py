@@ -11,8 +11,8 @@ If requests have masks of allowed tokens, the step has a part `mask`, too: the t
 
 from __future__ import annotations
 
-from common.engine import Engine
-from common.telemetry import Part, PartTimer
+from common.engine.engine import Engine
+from common.engine.telemetry import Part, PartTimer
 
 
 class StepParts:

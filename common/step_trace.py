@@ -36,11 +36,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.engine import Engine
-from common.engine_front import EngineFront
+from common.engine.engine import Engine
+from common.engine.requests import EngineFront
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import StepRecord
 from common.request import Request, StepOutput
-from common.scheduling import StepPlan
-from common.telemetry import StepRecord
 
 VERSION = 1
 KEY_EVERY = 64  # frames from one key frame to the next: the most that a viewer reads to show any frame

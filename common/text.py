@@ -169,7 +169,7 @@ _BYTE_LEVEL = _byte_level()
 class IncrementalDetokenizer:
     """Turns one request's tokens into text as they arrive, and cuts the text off at a stop string.
 
-    `common.commit.decode` calls `add`: in the engine's thread, or in the HTTP process if the engine has a process
+    `common.engine.commit.decode` calls `add`: in the engine's thread, or in the HTTP process if the engine has a process
     of its own.
 
     Text is held back in two cases. A character's bytes may be spread over several tokens. Then nothing is decoded

@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 import orjson
 
-from common.engine import Engine, Phase
+from common.engine.engine import Engine, Phase
+from common.engine.scheduling import PrefillChunk, StepPlan
+from common.engine.telemetry import Part, StepRecord
 from common.errors import StartupError
 from common.request import Request, RequestState, StepOutput
-from common.scheduling import PrefillChunk, StepPlan
 from common.step_parts import StepParts
-from common.telemetry import Part, StepRecord
 
 logger = logging.getLogger(__name__)
 

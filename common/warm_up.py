@@ -14,9 +14,9 @@ import torch
 
 from common.devices.graphs import Graphs
 from common.devices.streams import CudaStream, Stream, TapeStream
+from common.engine.runner import Runner
+from common.engine.scheduling import PrefillChunk, RowCost, Scheduler, StepPlan
 from common.request import Request, SamplingParams
-from common.runner import Runner
-from common.scheduling import PrefillChunk, RowCost, Scheduler, StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from common.commit import terminal_output
+from common.engine.commit import terminal_output
+from common.engine.requests import EngineFront
+from common.engine.telemetry import RequestTelemetry, RequestTimes, StepRecord
 from common.engine_calls import EngineCalls
-from common.engine_front import EngineFront
 from common.engine_thread import STOPPED, Deliver, queue_full
 from common.errors import EngineDeadError, ShuttingDownError
 from common.request import Request, StepOutput
 from common.step_trace import Frame
-from common.telemetry import RequestTelemetry, RequestTimes, StepRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")

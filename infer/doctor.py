@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 from benchmarks.environment import cpu_name
 from benchmarks.peers.environments import LIBRARIES
-from common.config import resolve_dtype
+from common.engine.config import resolve_dtype
 from common.memory import format_bytes, free_memory
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names

@@ -13,10 +13,10 @@ from rounding (`kernels.batch_invariance`), the tokens are those of ordinary dec
 
 from __future__ import annotations
 
+from common.engine.runner import Launched, PassShare
+from common.engine.scheduling import StepPlan
 from common.kv import Span
 from common.request import Request, StepOutput
-from common.runner import Launched, PassShare
-from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import MAX_IN_FLIGHT
 

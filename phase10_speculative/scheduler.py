@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import logging
 
+from common.engine.scheduling import Clock, RowCost, StepPlan
 from common.kv import SchedulerPool
 from common.request import Request
-from common.scheduling import Clock, RowCost, StepPlan
 from phase9_pipelined.scheduler import PipelinedScheduler
 from phase10_speculative.config import MOST_ROWS, Config
 from phase10_speculative.drafters import Dictionary, Drafter, NgramDrafter

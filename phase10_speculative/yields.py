@@ -16,8 +16,8 @@ import itertools
 import operator
 from collections.abc import Sequence
 
+from common.engine.scheduling import RowCost
 from common.request import Request
-from common.scheduling import RowCost
 from phase10_speculative.drafters import Drafter
 
 FORCED = 0  # stands for the length of a match, for tokens that a grammar forces

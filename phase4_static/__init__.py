@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.build import EngineBuilder
-from common.engine import Phase
+from common.engine.engine import Phase
 from phase4_static.cache import StaticKVCache
 from phase4_static.config import Config
 from phase4_static.runner import StaticRunner as Runner

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from common.engine.runner import ForwardPass, PassShare, Runner
+from common.engine.scheduling import PrefillChunk, StepPlan
 from common.kv import Span
 from common.request import Request
-from common.runner import ForwardPass, PassShare, Runner
-from common.scheduling import PrefillChunk, StepPlan
 
 
 class StaticRunner(Runner):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from common.engine.scheduling import Clock, PrefillChunk, Scheduler, StepPlan
 from common.kv import SchedulerPool
 from common.request import Request, RequestState
-from common.scheduling import Clock, PrefillChunk, Scheduler, StepPlan
 from phase4_static.config import Config
 
 

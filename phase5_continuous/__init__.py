@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.build import EngineBuilder
-from common.engine import Phase
+from common.engine.engine import Phase
 from phase5_continuous.cache import SlottedKVCache
 from phase5_continuous.config import Config
 from phase5_continuous.runner import ContinuousRunner as Runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 
 
 class Config(EngineConfig):

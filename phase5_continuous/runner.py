@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from common.runner import ForwardPass, Runner
-from common.scheduling import PrefillChunk, StepPlan
+from common.engine.runner import ForwardPass, Runner
+from common.engine.scheduling import PrefillChunk, StepPlan
 from phase5_continuous.config import Config
 
 

@@ -10,9 +10,9 @@ time ──>
 
 from __future__ import annotations
 
+from common.engine.scheduling import PrefillChunk, Scheduler, StepPlan
 from common.kv import SchedulerPool
 from common.request import Request, RequestState
-from common.scheduling import PrefillChunk, Scheduler, StepPlan
 
 
 class ContinuousScheduler(Scheduler):

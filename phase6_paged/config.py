@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from common.config import GPU_SEATS, SAFE_SEQ_LEN
+from common.engine.config import GPU_SEATS, SAFE_SEQ_LEN
 from phase5_continuous.config import Config as ContinuousConfig
 
 MOST_BLOCKS = 2**26

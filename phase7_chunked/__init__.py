@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.build import EngineBuilder
-from common.engine import Phase
+from common.engine.engine import Phase
 from phase6_paged.cache import open_pool
 from phase7_chunked.config import Config
 from phase7_chunked.runner import ChunkedRunner as Runner

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.runner import ForwardPass
-from common.scheduling import StepPlan
+from common.engine.runner import ForwardPass
+from common.engine.scheduling import StepPlan
 from phase5_continuous.runner import ContinuousRunner
 from phase7_chunked.config import Config
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from common.engine.scheduling import PrefillChunk, StepPlan
 from common.request import Request, RequestState
-from common.scheduling import PrefillChunk, StepPlan
 from phase6_paged.scheduler import PagedScheduler
 from phase7_chunked.config import Config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.build import EngineBuilder
-from common.engine import Phase
+from common.engine.engine import Phase
 from phase8_prefix.cache import open_pool
 from phase9_pipelined.config import Config
 from phase9_pipelined.runner import PipelinedRunner as Runner

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from common.device_seats import DeviceSeats
 from common.devices.streams import Pending, Stream, open_stream
+from common.engine.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import Telemetry
 from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
-from common.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.sampling import Sampled, choose
 from common.sampling_inputs import SamplingInputs, is_ordered
-from common.scheduling import StepPlan
-from common.telemetry import Telemetry
 from kernels.decode_rows import decode_rows_triton
 from kernels.dispatch import use_triton
 from kernels.draw import draw_at_seats_triton

@@ -14,9 +14,9 @@ A request's own counts decide whether it is planned, and when it is retired (`wa
 
 from __future__ import annotations
 
+from common.engine.scheduling import StepPlan
 from common.kv import SchedulerPool
 from common.request import Request
-from common.scheduling import StepPlan
 from phase8_prefix.scheduler import PrefixScheduler
 from phase9_pipelined.config import Config
 

@@ -18,9 +18,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from common.devices.streams import Pending
+from common.engine.runner import PassShare
+from common.engine.scheduling import StepPlan
 from common.request import Request
-from common.runner import PassShare
-from common.scheduling import StepPlan
 
 MAX_IN_FLIGHT = 2
 

@@ -23,7 +23,7 @@ from benchmarks.report import report
 from benchmarks.results import RESULTS, Calibration, Lineup, Run, ServerInfo
 from benchmarks.servers import Setup, Target
 from benchmarks.workloads import WORKLOADS, Lengths, Workload, planned_requests
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
 from common.phases import find_phase

@@ -19,10 +19,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common.engine.runner import ForwardPass
 from common.kv import KVPool, KVShape
 from common.models.config import ModelConfig
 from common.models.registry import weight_bytes
-from common.runner import ForwardPass
 
 
 class Work(NamedTuple):

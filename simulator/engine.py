@@ -10,15 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from common.config import EngineConfig
-from common.engine import Engine
+from common.engine.config import EngineConfig
+from common.engine.engine import Engine
+from common.engine.telemetry import Telemetry
 from common.kv import KVShape
 from common.models.checkpoint import Checkpoint
 from common.models.config import ModelConfig
 from common.models.layers import CausalLM
 from common.models.registry import open_checkpoint
 from common.phases import PhasePackage, find_phase
-from common.telemetry import Telemetry
 from common.text import Tokenizer
 from simulator.clock import VirtualClock
 from simulator.cost import Cost

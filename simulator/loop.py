@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import Request, SamplingParams, StepOutput
 from simulator.arrivals import Arrival
 from simulator.runner import SimulatedRunner

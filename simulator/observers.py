@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from benchmarks.metrics import GOOD_SHARE, server_metrics
 from benchmarks.results import Metrics, Percentiles, RequestRecord, ServerMetrics
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import Counters, StepRecord
 from common.request import StepOutput
-from common.scheduling import StepPlan
-from common.telemetry import Counters, StepRecord
 from simulator.arrivals import Arrival
 
 

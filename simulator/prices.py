@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.results import Run
 from benchmarks.tables import Cell, MeasuredTable, newest_table
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 from simulator.cost import LinearCost
 from simulator.replay import phase_of, schedule_options
 

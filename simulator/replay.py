@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.results import RequestRecord, Run
 from benchmarks.workloads import WORKLOADS, PlannedRequest, planned_requests
-from common.config import EngineConfig
-from common.engine import Engine
+from common.engine.config import EngineConfig
+from common.engine.engine import Engine
 from common.phases import PhasePackage, find_phase
 from common.request import Request
 from simulator.arrivals import Unlike

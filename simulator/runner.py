@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from common.devices.streams import Pending
+from common.engine.runner import ForwardPass, Launched, Runner, SampledPass
+from common.engine.scheduling import RowCost, Scheduler, StepPlan
 from common.request import Request, StepOutput
-from common.runner import ForwardPass, Launched, Runner, SampledPass
 from common.sampling import Sampled
-from common.scheduling import RowCost, Scheduler, StepPlan
 from common.warm_up import ROWS
 from phase9_pipelined import Runner as PipelinedRunner
 from phase9_pipelined.state import LaunchedPass

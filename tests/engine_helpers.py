@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.constrained.grammar import GrammarCompiler
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.reference import generate
+from common.engine.scheduling import Scheduler
 from common.engine_thread import EngineThread
-from common.generate import generate
 from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -33,7 +34,6 @@ from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
 from common.phases import find_phase
 from common.request import Request, SamplingParams, StepOutput
-from common.scheduling import Scheduler
 from common.text import Tokenizer
 from common.worker import EngineWorker, RequestStream
 from tests.pools import CPU, SMALLEST, assert_consistent

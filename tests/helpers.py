@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from common.engine.reference import ContiguousCache
 from common.errors import StartupError
-from common.generate import ContiguousCache
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import ZOO, load_model, open_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.kv import KVPool, KVShape
 from common.phases import find_phase
 from phase6_paged.cache import PagedKVCachePool

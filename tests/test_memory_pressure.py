@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.models.layers import CausalLM
 from common.phases import find_phase, phase_names
 from common.request import Request

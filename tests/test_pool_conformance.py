@@ -24,7 +24,7 @@ import phase5_continuous
 import phase6_paged
 import phase7_chunked
 import phase8_prefix
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
 from common.phases import find_phase, phase_names
 from common.request import Request
@@ -449,7 +449,7 @@ def test_attention_over_any_history_is_plain_attention(
 def modules() -> set[str]:
     """Return the modules of the engine, of the runner, and of each phase's runner and scheduler."""
     own = {part.__module__ for name in phase_names() for part in parts(find_phase(name).build_engine)}
-    return {"common.engine", "common.runner", *own}
+    return {"common.engine.engine", "common.engine.runner", *own}
 
 
 def parts(builder: Any) -> tuple[Any, Any]:

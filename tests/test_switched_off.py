@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.scheduling import StepPlan
 from common.request import SamplingParams, StepOutput
-from common.scheduling import StepPlan
 from tests.engine_helpers import RememberingModel, Variant, greedy, ids
 
 #: Each phase's option, and the phase before.

@@ -22,7 +22,7 @@ from benchmarks.micro.engines import build_engine
 from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PromptWriter
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import SamplingParams
 from common.text import Tokenizer
 from kernels.dispatch import kernels_on

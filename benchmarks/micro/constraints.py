@@ -21,7 +21,7 @@ from benchmarks.micro import in_new_process, in_turns
 from benchmarks.micro.engines import build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.constrained.grammar import Grammar, GrammarCompiler
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 

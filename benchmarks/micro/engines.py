@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.phases import find_phase
 from common.request import Request, SamplingParams
 

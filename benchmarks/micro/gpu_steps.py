@@ -30,7 +30,7 @@ from benchmarks.micro.on_device import (
 )
 from benchmarks.tables import Cell, MeasuredTable
 from common.devices.streams import CudaStream
-from common.engine import Engine
+from common.engine.engine import Engine
 
 COLUMNS = [
     "way",

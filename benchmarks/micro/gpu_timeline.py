@@ -15,7 +15,7 @@ from benchmarks.micro.on_device import DEVICE, Loaded, decode, prompts_of
 from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from common.constrained.grammar import Grammar
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import SamplingParams
 from common.step_parts import StepParts
 from common.trace import TraceFile, Tracer

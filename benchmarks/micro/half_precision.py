@@ -16,7 +16,7 @@ from benchmarks.micro import say
 from benchmarks.micro.int8 import compare, texts_of
 from benchmarks.micro.passes import load_as_served
 from benchmarks.tables import Cell, MeasuredTable
-from common.generate import generate
+from common.engine.reference import generate
 from common.models.layers import CausalLM, RMSNorm
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams

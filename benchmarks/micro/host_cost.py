@@ -23,7 +23,7 @@ import torch
 from benchmarks.micro.engines import add, build_engine
 from benchmarks.servers import BLOCK_SIZE, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.step_parts import StepParts
 
 MODEL = "zoo:llama-tiny"

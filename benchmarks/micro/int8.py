@@ -24,7 +24,7 @@ from benchmarks.micro import in_turns, say
 from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked, milliseconds
 from benchmarks.micro.prefill_profile import PARTS, REST
 from benchmarks.tables import Cell, MeasuredTable
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
 from common.kv import KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import open_checkpoint

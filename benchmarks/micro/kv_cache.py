@@ -19,7 +19,7 @@ import torch
 from benchmarks.micro import Dtype, in_turns
 from benchmarks.micro.passes import load_as_served, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
 from common.kv import KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, SamplingParams

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from benchmarks.micro import Dtype, say
 from benchmarks.micro.on_device import DEVICE, Loaded, free_unused
 from benchmarks.tables import MeasuredTable
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import Request, SamplingParams
 
 TEMPERATURE = 0.6

@@ -12,8 +12,8 @@ import torch
 from benchmarks.micro import batch_size
 from benchmarks.micro.batch_size import Machine
 from benchmarks.micro.engines import build_engine, greedy
-from common.config import resolve_device
-from common.engine import Engine
+from common.engine.config import resolve_device
+from common.engine.engine import Engine
 from common.memory import freeze_objects
 from common.models.layers import CausalLM
 from common.phases import find_phase

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
 from common.kv import KVShape, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import load_model, open_checkpoint

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.micro import in_turns
 from benchmarks.micro.engines import add, build_engine
 from benchmarks.tables import Cell, MeasuredTable
-from common.engine import Engine
+from common.engine.engine import Engine
 
 MODELS = ("zoo:llama-tiny", "dummy:llama-60m")
 PROMPT_TOKENS, NEW_TOKENS = 64, 96

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.micro.decode_step import LONG, MANY, MAX_SEQ_LEN, SEQUENCES, Batch, prompts
 from benchmarks.micro.engines import add, build_engine
 from benchmarks.tables import Cell, MeasuredTable
-from common.engine import Engine
+from common.engine.engine import Engine
 
 #: The row of the table to which each operator's time is added. All other operators are added to `REST`.
 PARTS = {

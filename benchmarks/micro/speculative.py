@@ -24,7 +24,7 @@ from benchmarks.micro import in_turns, say
 from benchmarks.micro.engines import build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.constrained.grammar import Grammar
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import SamplingParams
 
 SEED = 1

@@ -31,7 +31,8 @@ import uvicorn
 
 from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.telemetry import Part
 from common.engine_thread import EngineThread
 from common.phases import find_phase
 from common.request import Request
@@ -41,7 +42,6 @@ from common.server.intake import Intake
 from common.server.middleware import RequestIds
 from common.server.sockets import bind
 from common.step_parts import StepParts
-from common.telemetry import Part
 from common.worker import EngineWorker
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4

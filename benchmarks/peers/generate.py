@@ -1,4 +1,4 @@
-"""A server without a scheduler: it runs `common.generate`, our loop for one request, behind HTTP.
+"""A server without a scheduler: it runs `common.engine.reference`, our loop for one request, behind HTTP.
 
 The server has the routes that the load generator needs. It sends token ids and does not turn them into text, so
 only generation is measured. On a CPU it computes with the native kernels, as the phases do. So a comparison shows
@@ -24,8 +24,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from common.config import resolve_device, resolve_dtype
-from common.generate import generate
+from common.engine.config import resolve_device, resolve_dtype
+from common.engine.reference import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
@@ -38,7 +38,7 @@ Generate = Callable[[list[int], int], Iterator[int]]
 
 
 def loop_of(model: CausalLM) -> Generate:
-    """Return a function that continues a prompt greedily with `common.generate` on this model."""
+    """Return a function that continues a prompt greedily with `common.engine.reference` on this model."""
 
     @torch.inference_mode()
     def token_ids(prompt: list[int], max_tokens: int) -> Iterator[int]:
@@ -104,7 +104,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve common.generate, one request at a time.")
+    parser = argparse.ArgumentParser(description="Serve common.engine.reference, one request at a time.")
     parser.add_argument("--model", default="zoo:llama-tiny")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")

@@ -9,7 +9,7 @@ import socket
 from benchmarks.peers.environments import LIBRARIES, find_environment
 from benchmarks.peers.weights import weights_of
 from benchmarks.servers import SEQUENCES_PER_SLOT, Setup, Target
-from common.config import resolve_device
+from common.engine.config import resolve_device
 from common.errors import StartupError
 from common.models.gguf import GGUFCheckpoint
 from common.models.registry import open_checkpoint

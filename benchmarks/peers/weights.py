@@ -22,7 +22,7 @@ import torch
 from benchmarks.export import export
 from benchmarks.peers.process import command, environment
 from benchmarks.peers.workers.protocol import Options
-from common.config import resolve_dtype
+from common.engine.config import resolve_dtype
 from common.errors import StartupError
 from common.kv import KVShape
 from common.models.checkpoint import DUMMY_SEED

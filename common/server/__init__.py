@@ -13,7 +13,7 @@ parse     routes        the functions of the routes; `generate` for the routes t
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
 inbox     common.worker, common.engine_thread
                         the engine's thread moves requests from the inbox to `Scheduler.waiting`
-step      common.engine
+step      common.engine.engine
 text      replies/      `answer`: outputs of all choices as they come
                         `parts`: answer, thoughts and tool calls, cut from that text
 event                   `completions`, `chat`, `responses`: an event of a stream, or the JSON answer (`formats`:

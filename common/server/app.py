@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from common.dialect import Dialect, ReasoningParser, ToolCallParser
-from common.engine import Engine
-from common.engine_front import EngineFront
+from common.engine.engine import Engine
+from common.engine.requests import EngineFront
 from common.engine_thread import EngineThread
 from common.server import routes, state_routes
 from common.server.api import messages

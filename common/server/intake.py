@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 from common.chat_template import BREAK
 from common.constrained.grammar import Grammar, Matcher
 from common.dialect import Dialect
-from common.engine_front import EngineFront
+from common.engine.requests import EngineFront
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
 from common.request import Request as EngineRequest
 from common.request import SamplingParams

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from common.engine_front import EngineFront
+from common.engine.requests import EngineFront
 from common.memory import return_freed_memory
 from common.server.errors import ApiError, from_exception
 from common.server.replies.answer import Answer

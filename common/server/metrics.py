@@ -15,9 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from common.engine.telemetry import Counters, Histogram, RequestTelemetry
 from common.server.replies.answer import Answer
 from common.server.service import Service
-from common.telemetry import Counters, Histogram, RequestTelemetry
 
 #: Memory, processor time and open files of this process: `process_*`, without labels, as every exporter has them.
 _PROCESS = ProcessCollector(registry=None)

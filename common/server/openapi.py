@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from common.engine_front import EngineFront
+from common.engine.requests import EngineFront
 from common.server.api.messages import EventType as MessageEventType
 from common.server.api.messages import Message, MessageEvent, MessagesRequest, TokenCount
 from common.server.bodies import MAX_BODY_BYTES, Limits

@@ -1,4 +1,4 @@
-"""Options of the server, beside those of the engine (`common.config`), and how a command reads both.
+"""Options of the server, beside those of the engine (`common.engine.config`), and how a command reads both.
 
 Every option is a flag and an environment variable. If both are given, the flag wins. `--help` lists each option
 once, in groups.
@@ -24,8 +24,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
-from common.config import EngineConfig
 from common.dialect import ReasoningParser, ToolCallParser
+from common.engine.config import EngineConfig
 from common.phases import PhasePackage
 from common.server.errors import shorten
 from common.version import project_version

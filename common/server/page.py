@@ -10,7 +10,7 @@ import html
 from importlib import resources
 from string import Template
 
-from common.engine_front import EngineFront
+from common.engine.requests import EngineFront
 
 #: Headers that restrict the page to its own script and style, and to this server. No other page may show it in a
 #: frame, where a user's clicks could be stolen.

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import uvicorn
 
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 from common.engine_calls import EngineCalls
 from common.engine_process import EngineProcess
 from common.engine_thread import EngineThread

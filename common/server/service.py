@@ -13,7 +13,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from common.dialect import Dialect
-from common.engine_front import EngineFront
+from common.engine.requests import EngineFront
 from common.errors import EngineDeadError
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies, Body, Limits

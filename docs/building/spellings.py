@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from common.constrained.grammar import Grammar, GrammarCompiler
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from common.text import Tokenizer

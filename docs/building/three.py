@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import StepRecord
 from common.phases import find_phase, phase_names
 from common.request import StepOutput
-from common.scheduling import StepPlan
-from common.telemetry import StepRecord
 from docs.building.markdown import table
 from docs.building.stepper import ACCEPTANCE, COST, STORIES, Setting
 from simulator import Timelines, run, simulate_engine

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.llm import LLM
 from common.request import SamplingParams
 

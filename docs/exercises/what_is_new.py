@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
 from common.kv import KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import load_model, open_checkpoint

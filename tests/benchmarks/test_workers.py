@@ -29,8 +29,8 @@ from benchmarks.peers.process import WorkerProcess
 from benchmarks.peers.weights import converted, weights_of
 from benchmarks.peers.workers import protocol
 from benchmarks.peers.workers.protocol import Options, SteppingWorker
+from common.engine.reference import generate
 from common.errors import StartupError
-from common.generate import generate
 from common.request import Request, SamplingParams
 from tests.helpers import load, zoo
 

@@ -25,7 +25,7 @@ from cluster.forwarding import (
 )
 from cluster.merging import health, merge
 from cluster.scaling import replicas_for
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.phases import find_phase
 from common.server.app import create_app
 from common.server.backlogs import PIECE_BYTES

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import common.build
 import common.phases
-from common.config import EngineConfig, resolve_device, resolve_dtype
+from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
 from common.kv import KVShape, kv_bytes
 from common.phases import find_phase, phase_names

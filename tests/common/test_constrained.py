@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import common.runner
+import common.engine.runner
 from common.constrained.grammar import Grammar, Matcher
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import GrammarFailedError, InvalidGrammarError
 from common.llm import LLM
 from common.phases import find_phase, phase_names
@@ -277,7 +277,7 @@ def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: p
             raise RuntimeError("too many")
         return sample(logits, rows, masks)
 
-    monkeypatch.setattr(common.runner, "sample", only_alone)
+    monkeypatch.setattr(common.engine.runner, "sample", only_alone)
     outputs = run(engine)
     assert [text_of(outputs, request) for request in requests] == ["ababab", "bababa"]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import common.device_defaults
-from common.config import GPU_SEATS, SAFE_SEQ_LEN
 from common.device_defaults import (
     CHUNKS,
     CONTEXT_SHARE,
@@ -24,6 +23,7 @@ from common.device_defaults import (
     with_context,
     with_measured_chunk,
 )
+from common.engine.config import GPU_SEATS, SAFE_SEQ_LEN
 from common.memory import estimate_memory
 from common.models.registry import open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-import common.runner
-from common.engine import Engine
+import common.engine.runner
+from common.engine.engine import Engine
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import StepRecord
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, NaNLogitsError
 from common.models.layers import CausalLM
 from common.phases import find_phase, phase_names
 from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.sampling import Sampled, sample
 from common.sampling_inputs import TokenMasks
-from common.scheduling import StepPlan
-from common.telemetry import StepRecord
 from tests.engine_helpers import (
     EOS,
     VOCAB,
@@ -359,7 +359,7 @@ def test_a_device_error_that_shows_when_the_tokens_are_read_is_fatal_too(
     def read_logprobs(*_: Any) -> None:
         raise accelerator_error()
 
-    monkeypatch.setattr(common.runner, "read_logprobs", read_logprobs)
+    monkeypatch.setattr(common.engine.runner, "read_logprobs", read_logprobs)
     assert_everyone_was_told(engine, engine.step(), requests)
 
 
@@ -395,7 +395,7 @@ def test_an_exception_for_one_request_fails_that_one(
     if place == "detokenizer":
         monkeypatch.setattr(requests[1].detokenizer, "add", broken)
     else:
-        monkeypatch.setattr(common.runner, "sample", picky(requests[1], error))
+        monkeypatch.setattr(common.engine.runner, "sample", picky(requests[1], error))
     outputs = run(engine)
     assert end_of(outputs, requests[1]).error is error
     assert_answered(outputs, (requests[0], requests[2]))
@@ -430,7 +430,7 @@ class Witnesses:
 @pytest.fixture
 def no_log_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off logging: pytest keeps log records, whose tracebacks would keep the frames alive."""
-    monkeypatch.setattr(common.runner.logger, "disabled", True)
+    monkeypatch.setattr(common.engine.runner.logger, "disabled", True)
 
 
 @STEP_BY_STEP
@@ -446,7 +446,7 @@ def test_what_a_failed_pass_held_is_free_before_it_is_tried_again(
         if place == "model":
             patch.setattr(model, "before_pass", witnesses.fail)
         else:
-            patch.setattr(common.runner, place, witnesses.fail)
+            patch.setattr(common.engine.runner, place, witnesses.fail)
         requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three")]
         outputs = run(engine)
     assert all(isinstance(end_of(outputs, each).error, torch.OutOfMemoryError) for each in requests)
@@ -501,7 +501,7 @@ def test_nan_of_a_request_that_failed_otherwise_reaches_nobody(
     engine = build(phase, model, max_batch_size=2)
     poisoned = add(engine, [299] * 30, greedy(4))
 
-    monkeypatch.setattr(common.runner, "sample", picky(poisoned, RuntimeError("boom")))
+    monkeypatch.setattr(common.engine.runner, "sample", picky(poisoned, RuntimeError("boom")))
     run(engine)
     # One of these requests gets the memory with NaN, and is computed together with a longer one.
     requests = [add(engine, [1, 2, 3], greedy(8)), add(engine, list(range(1, 40)), greedy(8))]

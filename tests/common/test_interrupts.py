@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-import common.runner
-from common.engine import Engine
+import common.engine.runner
+from common.engine.engine import Engine
 from common.llm import LLM
 from common.request import StepOutput
 from tests.engine_helpers import (
@@ -46,9 +46,9 @@ PLACES = [
     ("runner", "commit", "before"),
     ("runner", "commit", "after"),
     ("runner", "register_prefixes", "before"),
-    ("common.runner", "read_logprobs", "before"),  # before a step's first token is committed
-    ("common.runner", "commit_token", "before"),  # between two tokens of a step
-    ("common.runner", "commit_token", "after"),
+    ("common.engine.runner", "read_logprobs", "before"),  # before a step's first token is committed
+    ("common.engine.runner", "commit_token", "before"),  # between two tokens of a step
+    ("common.engine.runner", "commit_token", "after"),
 ]
 PIPELINED_PLACES = [
     ("runner", "launch_forward", "before"),
@@ -119,7 +119,11 @@ def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
 ) -> None:
     llm = ready(phase, RememberingModel(), monkeypatch)
     engine: Any = llm.engine
-    owners = {"scheduler": engine.scheduler, "runner": engine.runner, "common.runner": common.runner}
+    owners = {
+        "scheduler": engine.scheduler,
+        "runner": engine.runner,
+        "common.engine.runner": common.engine.runner,
+    }
     if phase == "pipelined":
         owners["state"] = engine.runner.state
     for call in (1, 4):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.reference import generate
 from common.errors import InvalidRequestError, NaNLogitsError, StartupError
-from common.generate import generate
 from common.llm import LLM, PAUSED_S, Completion
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, RequestState, SamplingParams, StepOutput

@@ -16,7 +16,7 @@ import torch
 import common.build
 import common.device_defaults
 import common.memory
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 from common.errors import StartupError
 from common.memory import MemoryEstimate, check_memory, control_group_room, estimate_memory, free_memory
 from common.models.registry import open_checkpoint, weight_bytes

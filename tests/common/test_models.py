@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import common.kv
+from common.engine.reference import generate
 from common.errors import StartupError
-from common.generate import generate
 from common.kv import Span
 from common.models.config import RopeConfig
 from common.models.layers import CausalLM, Linear, RotaryTable, TokenBatch

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import RequestTimeoutError
 from common.phases import phase_names
 from common.request import Request

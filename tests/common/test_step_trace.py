@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.scheduling import StepPlan
+from common.engine.telemetry import StepRecord
 from common.request import StepOutput
-from common.scheduling import StepPlan
 from common.step_trace import KEY_EVERY, WAITING_NAMED, FrameMaker, StepTrace
-from common.telemetry import StepRecord
 from tests.engine_helpers import EOS, add, build, chained, continuation, greedy, run
 
 PHASES = ["static", "continuous", "paged", "chunked", "prefix", "pipelined"]

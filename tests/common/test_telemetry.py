@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.telemetry import PAGE_STEPS, Telemetry
+from common.engine.telemetry import PAGE_STEPS, Telemetry
 
 
 def run_steps(telemetry: Telemetry, count: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import StartupError
 from common.phases import phase_names
 from common.request import Request

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.request import Request, StepOutput

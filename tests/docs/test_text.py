@@ -23,16 +23,16 @@ from benchmarks.workloads import CHAT_WORKLOADS
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
 from common import engine_calls
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
+from common.engine.scheduling import PrefillChunk, StepPlan
+from common.engine.telemetry import Telemetry
 from common.kv import KVShape, Span, kv_bytes
 from common.memory import format_bytes
 from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
-from common.scheduling import PrefillChunk, StepPlan
 from common.server import live_view
-from common.telemetry import Telemetry
 from docs.building import code, options
 from tests.docs.support import ROOT
 

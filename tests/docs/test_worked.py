@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.generate import ContiguousCache
+from common.engine.reference import ContiguousCache
 from common.kv import KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine import Engine
-from common.generate import generate
+from common.engine.engine import Engine
+from common.engine.reference import generate
 from common.models.layers import CausalLM, TokenBatch
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams, StepOutput

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import common.generate
-import common.runner
+import common.engine.reference
+import common.engine.runner
 from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import GrammarCompiler
 from common.devices.streams import Done, Pending
-from common.engine import Engine
-from common.generate import generate
+from common.engine.engine import Engine
+from common.engine.reference import generate
 from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly
@@ -242,7 +242,7 @@ class recorded_logits:
     def __enter__(self) -> dict[str, list[Tensor]]:
         self._patch = pytest.MonkeyPatch()
         seen: dict[str, list[Tensor]] = defaultdict(list)
-        original = common.runner.sample
+        original = common.engine.runner.sample
 
         def see(row: int, requests: Sequence[Request], logits: Tensor) -> int:
             """Record a row at the index of its token. It replaces rows that followed wrong guesses."""
@@ -269,8 +269,8 @@ class recorded_logits:
             launched.work = Done(outputs)
             return handed_in(runner, launched)
 
-        self._patch.setattr(common.runner, "sample", sample)
-        self._patch.setattr(common.generate, "sample", sample)
+        self._patch.setattr(common.engine.runner, "sample", sample)
+        self._patch.setattr(common.engine.reference, "sample", sample)
         self._patch.setattr(PipelinedRunner, "_sample_one", sample_one)
         return seen
 

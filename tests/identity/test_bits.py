@@ -10,8 +10,8 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from common.engine import Engine
-from common.generate import generate
+from common.engine.engine import Engine
+from common.engine.reference import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase, phase_names

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kernels.attention
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.kv import KVPool, KVView, Span
 from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import Request
 from phase10_speculative.drafters import Drafter
 from phase10_speculative.scheduler import SpeculativeScheduler

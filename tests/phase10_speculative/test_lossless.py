@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.constrained.grammar import GrammarCompiler
-from common.generate import generate
+from common.engine.reference import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.phases import find_phase

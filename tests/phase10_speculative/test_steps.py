@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.engine.scheduling import RowCost
 from common.request import Request
-from common.scheduling import RowCost
 from kernels import native
 from phase10_speculative import Config, Runner, build_engine
 from tests.engine_helpers import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from common.engine.scheduling import RowCost
 from common.request import Request, SamplingParams
-from common.scheduling import RowCost
 from phase10_speculative.yields import LEAST_GAIN, START, Guesser, worthwhile
 
 CHEAP = RowCost(weights=100.0, host=1.0)

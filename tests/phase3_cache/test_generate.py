@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from common.generate import ContiguousCache, generate
+from common.engine.reference import ContiguousCache, generate
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request
 from tests.engine_helpers import greedy

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.runner import ForwardPass
 from common.kv import KVView
 from common.models.layers import CausalLM
-from common.runner import ForwardPass
 from kernels.attention_layout import AttentionLayout
 from tests.engine_helpers import (
     RememberingModel,

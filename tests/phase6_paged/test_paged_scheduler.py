@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import InvalidRequestError
 from common.request import RequestState
 from tests.engine_helpers import (

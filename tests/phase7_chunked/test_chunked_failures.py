@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, StepOutput
 from tests.engine_helpers import (

@@ -11,9 +11,9 @@ import math
 import random
 from collections.abc import Sequence
 
+from common.engine.scheduling import PrefillChunk
 from common.kv import Span
 from common.request import Request, RequestState
-from common.scheduling import PrefillChunk
 from phase8_prefix.cache import PrefixCachingPool
 from phase8_prefix.config import Config
 from phase8_prefix.tree import Node, PrefixTree

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, StepOutput
 from tests.engine_helpers import (

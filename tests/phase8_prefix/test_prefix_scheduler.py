@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.request import Request, RequestState, StepOutput
 from phase8_prefix.tree import Node, PrefixTree
 from tests.engine_helpers import add, assert_all_free, assert_answered, build, greedy, run

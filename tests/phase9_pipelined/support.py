@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.devices.streams import Pending, Stream
-from common.engine import Engine
+from common.engine.engine import Engine
 from kernels.tape import Function
 from phase9_pipelined import Runner
 from tests.engine_helpers import build

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from common.device_seats import DeviceSeats
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.runner import PassShare
 from common.kv import Span
 from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
 from common.request import Request, SamplingParams
-from common.runner import PassShare
 from common.sampling import choose
 from common.sampling_inputs import SamplingInputs
 from kernels.dispatch import HAS_TRITON

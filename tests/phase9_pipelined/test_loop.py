@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from common.constrained.grammar import Grammar
-from common.engine import Engine
+from common.engine.engine import Engine
+from common.engine.runner import Launched
+from common.engine.scheduling import StepPlan
 from common.errors import RequestTimeoutError
 from common.request import Request, RequestState, StepOutput
-from common.runner import Launched
-from common.scheduling import StepPlan
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.scheduler import PipelinedScheduler
 from phase9_pipelined.state import MAX_IN_FLIGHT, DecodeSlot, PipelineState

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from common.constrained.grammar import Grammar
+from common.engine.telemetry import Part
 from common.phases import find_phase
 from common.request import SamplingParams
 from common.step_parts import StepParts
-from common.telemetry import Part
 from kernels import native
 
 pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")

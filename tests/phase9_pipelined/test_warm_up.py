@@ -13,8 +13,8 @@ import phase9_pipelined
 from common.devices.graphs import graph_sizes
 from common.devices.streams import Pending, TapeStream, ThreadStream
 from common.devices.work_times import Work
+from common.engine.scheduling import StepPlan
 from common.request import Request, SamplingParams
-from common.scheduling import StepPlan
 from common.warm_up import FEW_ROWS, capture, record
 from kernels import native
 from kernels.tape import Function

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.phases import find_phase
 
 SECRET = "the-secret-inside-the-server"

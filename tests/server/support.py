@@ -31,7 +31,7 @@ from _pytest.mark import ParameterSet
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.engine_thread import EngineThread
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names

@@ -16,7 +16,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from common.constrained.grammar import Grammar
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.server import bodies, intake
 from common.server.bodies import Bodies
 from common.server.errors import ApiError

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from torch import Tensor
 
 import common.models.layers
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.phases import find_phase
 from common.server.app import create_app
 from kernels import native

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from common.generate import generate
+from common.engine.reference import generate
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from tests.conftest import OwnPrompt

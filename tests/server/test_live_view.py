@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common import engine_calls
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.server import live_view
 from common.server.app import create_app
 from common.server.errors import ApiError

@@ -303,7 +303,7 @@ def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path)
     """Modules that the tree lacks come from the project. Errors that are logged in any way name file and line."""
     (tmp_path / "phase5_continuous").mkdir()
     (tmp_path / "phase5_continuous" / "scheduler.py").write_text(
-        "from common.scheduling import Scheduler as ContinuousScheduler\n"
+        "from common.engine.scheduling import Scheduler as ContinuousScheduler\n"
         "VALUE = 7\n\n\ndef fail():\n    return 1 / 0\n"
     )
     (tmp_path / "program.py").write_text(PROGRAM)

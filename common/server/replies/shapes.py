@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from common.telemetry import PAGE_STEPS
+from common.engine.telemetry import PAGE_STEPS
 
 OpenAIReason = Literal["stop", "length"]
 ChatReason = Literal["stop", "length", "tool_calls"]

@@ -12,7 +12,7 @@ from benchmarks.micro import constraints
 from benchmarks.micro.constraints import ANSWERS, IN_A_STRING, NEW_TOKENS, of_answer, step_ms
 from benchmarks.micro.engines import build_engine
 from common.constrained.grammar import GrammarCompiler
-from common.engine import Engine
+from common.engine.engine import Engine
 from common.models.registry import open_checkpoint
 
 MODEL = "zoo:llama-tiny"

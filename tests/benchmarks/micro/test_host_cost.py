@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.micro import host_cost
 from benchmarks.micro.host_cost import PARTS, step_times
-from common.engine import Engine
+from common.engine.engine import Engine
 
 
 @pytest.mark.parametrize("phase", ["phase4_static", "phase7_chunked"])

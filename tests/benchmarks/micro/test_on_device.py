@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.micro import on_device
 from benchmarks.micro.on_device import Loaded, covered, decode, prompts_of
-from common.scheduling import StepPlan
+from common.engine.scheduling import StepPlan
 
 
 @pytest.mark.parametrize("phase", ["8", "9", "10"])

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from common.commit import commit_token
+from common.engine.commit import commit_token
+from common.engine.prompt_scores import PromptScores
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
-from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput
 from common.sampling import read_logprobs, sample
 from common.sampling_inputs import TokenMasks

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from common.config import EngineConfig
+from common.engine.config import EngineConfig
 from common.kv import SchedulerPool
 from common.request import Request
 

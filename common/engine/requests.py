@@ -15,14 +15,14 @@ from typing import Protocol
 
 import torch
 
-from common.config import EngineConfig
 from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import Grammar, GrammarCompiler, Matcher
+from common.engine.config import EngineConfig
+from common.engine.scheduling import Clock
+from common.engine.telemetry import Telemetry
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
 from common.models.config import ModelConfig
 from common.request import Request, SamplingParams
-from common.scheduling import Clock
-from common.telemetry import Telemetry
 from common.text import IncrementalDetokenizer, Tokenizer
 from kernels.dispatch import Kernels
 

@@ -22,16 +22,16 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from common.commit import fail, terminal_output
-from common.config import EngineConfig
 from common.constrained.grammar import Grammar, GrammarCompiler, Matcher
-from common.engine_front import EngineFront, Phase
+from common.engine.commit import fail, terminal_output
+from common.engine.config import EngineConfig
+from common.engine.requests import EngineFront, Phase
+from common.engine.runner import Runner
+from common.engine.scheduling import Clock, Scheduler, StepPlan
+from common.engine.telemetry import StepRecord, Telemetry
 from common.errors import EngineDeadError, RequestTimeoutError
 from common.models.layers import CausalLM
 from common.request import FinishReason, Request, RequestState, SamplingParams, StepOutput
-from common.runner import Runner
-from common.scheduling import Clock, Scheduler, StepPlan
-from common.telemetry import StepRecord, Telemetry
 from common.text import Tokenizer
 from kernels.dispatch import Kernels, kernels_on
 

@@ -18,18 +18,18 @@ from typing import NamedTuple
 
 import torch
 
-from common.commit import commit_token, fail, without_frames
-from common.config import EngineConfig
 from common.devices.streams import Stream
+from common.engine.commit import commit_token, fail, without_frames
+from common.engine.config import EngineConfig
+from common.engine.prompt_scores import PromptScores
+from common.engine.scheduling import PrefillChunk, StepPlan
+from common.engine.telemetry import Telemetry
 from common.errors import EngineDeadError, GrammarFailedError, NoTokenLeftError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
-from common.prompt_scores import PromptScores
 from common.request import Request, RequestState, StepOutput, TokenLogprobs
 from common.sampling import Sampled, read_logprobs, sample
 from common.sampling_inputs import TokenMasks
-from common.scheduling import PrefillChunk, StepPlan
-from common.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
