@@ -16,7 +16,8 @@ from ray.serve import metrics
 
 from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
-from common.engine_process import EngineProcess
+from common.hosting.async_engine import EngineWorker
+from common.hosting.process import EngineProcess
 from common.memory import freeze_objects
 from common.phases import find_phase
 from common.server.app import create_app
@@ -25,7 +26,6 @@ from common.server.logs import configure_logging
 from common.server.options import CommonOptions
 from common.server.serve import SWITCH_INTERVAL_S
 from common.server.service import Service
-from common.worker import EngineWorker
 
 #: Gauges of a replica by field of `Load`: name and description. Ray exports them with the prefix `ray_`.
 GAUGES = {

@@ -26,7 +26,8 @@ from common.constrained.grammar import GrammarCompiler
 from common.engine.engine import Engine
 from common.engine.reference import generate
 from common.engine.scheduling import Scheduler
-from common.engine_thread import EngineThread
+from common.hosting.async_engine import EngineWorker, RequestStream
+from common.hosting.thread import EngineThread
 from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -35,7 +36,6 @@ from common.models.llama import Llama
 from common.phases import find_phase
 from common.request import Request, SamplingParams, StepOutput
 from common.text import Tokenizer
-from common.worker import EngineWorker, RequestStream
 from tests.pools import CPU, SMALLEST, assert_consistent
 
 EOS = 256

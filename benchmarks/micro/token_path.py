@@ -33,7 +33,8 @@ from benchmarks.servers import find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.engine import Engine
 from common.engine.telemetry import Part
-from common.engine_thread import EngineThread
+from common.hosting.async_engine import EngineWorker
+from common.hosting.thread import EngineThread
 from common.phases import find_phase
 from common.request import Request
 from common.server.app import create_app
@@ -42,7 +43,6 @@ from common.server.intake import Intake
 from common.server.middleware import RequestIds
 from common.server.sockets import bind
 from common.step_parts import StepParts
-from common.worker import EngineWorker
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4
 NEW_TOKENS = 32

@@ -1,7 +1,7 @@
 """The part of an engine that prepares requests: prompts become token ids, and limits are checked.
 
 In a server, this part runs in the process that answers HTTP requests. The engine itself may run in another process
-(`common.engine_process`).
+(`common.hosting.process`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ parse     routes        the functions of the routes; `generate` for the routes t
           bodies        bytes to a validated body (`requests/`: its fields; `known_fields`: fields that are not
                         implemented), or to one error
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
-inbox     common.worker, common.engine_thread
+inbox     common.hosting.async_engine, common.hosting.thread
                         the engine's thread moves requests from the inbox to `Scheduler.waiting`
 step      common.engine.engine
 text      replies/      `answer`: outputs of all choices as they come

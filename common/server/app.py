@@ -13,7 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from common.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.engine.engine import Engine
 from common.engine.requests import EngineFront
-from common.engine_thread import EngineThread
+from common.hosting.async_engine import EngineWorker
+from common.hosting.thread import EngineThread
 from common.server import routes, state_routes
 from common.server.api import messages
 from common.server.backlogs import Backlogs
@@ -36,7 +37,6 @@ from common.server.middleware import (
 from common.server.openapi import openapi_document
 from common.server.service import Service, served_model_name
 from common.version import project_version
-from common.worker import EngineWorker
 
 LAST_STEP_S = 5.0  # most seconds that shutdown waits for the present step, whose clients have been answered
 

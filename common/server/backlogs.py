@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from common.worker import WakeUp
+from common.hosting.async_engine import WakeUp
 
 #: Most bytes of a stream handed to the HTTP server at once, unless a front of a cluster passes the stream on. After
 #: each of these pieces, a client's progress is noticed.

@@ -40,6 +40,7 @@ from common.constrained.grammar import Grammar, Matcher
 from common.dialect import Dialect
 from common.engine.requests import EngineFront
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
+from common.hosting.async_engine import EngineWorker, RequestStream
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
@@ -47,7 +48,6 @@ from common.server.errors import OVERLOADED, unavailable
 from common.server.requests.chat import ConversationRequest
 from common.server.requests.generation import GenerationRequest
 from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
-from common.worker import EngineWorker, RequestStream
 
 #: If the matchers for all choices of a request are expected to take at most this many seconds of processor time,
 #: they are compiled in the thread that tokenizes the prompt.

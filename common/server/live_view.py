@@ -3,12 +3,12 @@
 A frame describes one step (`common.step_trace`). No frames are made while no client watches.
 
 ```text
-engine thread (`common.engine_calls`)                event loop
+engine thread (`common.hosting.calls`)                event loop
   step ─> watcher: a frame, unless it is too soon ──> publish ─┬─> a viewer's queue ─> events ─> its page
                                                                └─> another's, full: emptied, its frames counted
 ```
 
-Watching must not slow down the engine: `common.engine_calls` bounds the number of frames a second, and the share of
+Watching must not slow down the engine: `common.hosting.calls` bounds the number of frames a second, and the share of
 the engine thread's time for making them. Steps in between get no frame. A viewer that does not keep up misses
 frames and goes on with a key frame, which holds the whole state.
 
@@ -29,13 +29,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import ClassVar
 
-from common.engine_calls import EngineCalls
 from common.errors import ShuttingDownError
+from common.hosting.async_engine import EngineWorker
+from common.hosting.calls import EngineCalls
 from common.server.errors import from_exception, unavailable
 from common.server.replies.shapes import event
 from common.server.stream import Stream
 from common.step_trace import Frame, Header, header
-from common.worker import EngineWorker
 
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer

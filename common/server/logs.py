@@ -20,11 +20,11 @@ from collections import Counter
 from typing import Any, Literal
 
 from common.engine.requests import EngineFront
+from common.hosting.async_engine import EngineWorker, RequestStream
 from common.memory import return_freed_memory
 from common.server.errors import ApiError, from_exception
 from common.server.replies.answer import Answer
 from common.server.stream import CLIENT_LEFT
-from common.worker import EngineWorker, RequestStream
 
 #: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
 FIELDS = "fields"

@@ -28,10 +28,11 @@ from typing import NoReturn
 import uvicorn
 
 from common.engine.config import EngineConfig
-from common.engine_calls import EngineCalls
-from common.engine_process import EngineProcess
-from common.engine_thread import EngineThread
 from common.errors import StartupError
+from common.hosting.async_engine import EngineHost, EngineWorker
+from common.hosting.calls import EngineCalls
+from common.hosting.process import EngineProcess
+from common.hosting.thread import EngineThread
 from common.memory import freeze, freeze_objects
 from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
@@ -43,7 +44,6 @@ from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
 from common.server.sockets import allow_open_files, listen, url_of
 from common.trace import TraceFile
-from common.worker import EngineHost, EngineWorker
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from common.dialect import Dialect
 from common.engine.requests import EngineFront
 from common.errors import EngineDeadError
+from common.hosting.async_engine import EngineWorker
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies, Body, Limits
 from common.server.errors import unavailable
@@ -23,7 +24,6 @@ from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
 from common.server.stored_responses import ResponseStore
 from common.version import project_version
-from common.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 

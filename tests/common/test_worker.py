@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from common.engine.engine import Engine
-from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
+from common.hosting.async_engine import EngineWorker
+from common.hosting.thread import EngineThread
 from common.request import Request, StepOutput
-from common.worker import EngineWorker
 from tests.engine_helpers import (
     TIMEOUT_S,
     Gate,

@@ -22,10 +22,10 @@ from benchmarks.servers import Setup, phase_target
 from benchmarks.workloads import CHAT_WORKLOADS
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
-from common import engine_calls
 from common.engine.reference import ContiguousCache
 from common.engine.scheduling import PrefillChunk, StepPlan
 from common.engine.telemetry import Telemetry
+from common.hosting import calls as engine_calls
 from common.kv import KVShape, Span, kv_bytes
 from common.memory import format_bytes
 from common.models.layers import TokenBatch

@@ -32,7 +32,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.engine.engine import Engine
-from common.engine_thread import EngineThread
+from common.hosting.async_engine import EngineWorker
+from common.hosting.thread import EngineThread
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
 from common.server import serve, sockets
@@ -40,7 +41,6 @@ from common.server.app import create_app
 from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits
 from common.server.service import Service
-from common.worker import EngineWorker
 
 HANG_S = 120.0  # far longer than any wait on a busy machine: only a hang takes so long
 MODEL = "m"  # the name of the model in apps without a server

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from common import engine_calls
 from common.engine.engine import Engine
+from common.hosting import calls as engine_calls
 from common.server import live_view
 from common.server.app import create_app
 from common.server.errors import ApiError

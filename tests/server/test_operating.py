@@ -19,12 +19,12 @@ from fastapi.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
 from common.errors import EngineDeadError
+from common.hosting.async_engine import EngineWorker
 from common.phases import find_phase
 from common.server.logs import FIELDS, JsonLines, TextLines
 from common.server.middleware import AnswerErrors
 from common.server.options import read_options
 from common.server.service import fingerprint_of
-from common.worker import EngineWorker
 from tests.engine_helpers import build, tiny_model
 from tests.server.support import (
     HANG_S,

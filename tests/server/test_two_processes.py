@@ -24,9 +24,9 @@ import psutil
 import pytest
 
 from common.constrained.grammar import Grammar, Matcher
-from common.engine_calls import EngineCalls
-from common.engine_process import EngineProcess
 from common.errors import StartupError
+from common.hosting.calls import EngineCalls
+from common.hosting.process import EngineProcess
 from common.phases import find_phase
 from tests.server.support import (
     BATCH,

@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 import orjson
 
 from common.dialect import Dialect, opens_thought
+from common.hosting.async_engine import RequestStream
 from common.request import StepOutput, TokenLogprobs
 from common.server.errors import from_exception
 from common.server.intake import Lane
@@ -23,7 +24,6 @@ from common.server.replies.parts import Part, PartsReader, TextPart
 from common.server.replies.shapes import AnswerOrigin, Logprobs, StopReason, Usage
 from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
-from common.worker import RequestStream
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Functions that run in the engine's thread, between two steps, for callers in other threads.
 
-Their arguments and results can be pickled: the caller may be in another process (`common.engine_process`).
+Their arguments and results can be pickled: the caller may be in another process (`common.hosting.process`).
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from common.engine.engine import Engine
 from common.engine.requests import Phase
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import Counters, StepRecord
-from common.engine_thread import EngineThread
 from common.errors import EngineDeadError, StartupError
+from common.hosting.thread import EngineThread
 from common.memory import freeze_objects
 from common.models.config import ModelConfig
 from common.request import Request, SamplingParams, StepOutput

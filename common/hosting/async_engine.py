@@ -2,8 +2,8 @@
 
 ```text
 event loop                                   engine
-  hold_places ─> submit, cancel ───────────> its thread (`common.engine_thread`), in this process
-  streams      <── outputs, once a step ───  or in a process of its own (`common.engine_process`)
+  hold_places ─> submit, cancel ───────────> its thread (`common.hosting.thread`), in this process
+  streams      <── outputs, once a step ───  or in a process of its own (`common.hosting.process`)
 ```
 """
 
@@ -20,9 +20,9 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from common.engine.commit import terminal_output
 from common.engine.requests import EngineFront
 from common.engine.telemetry import RequestTelemetry, RequestTimes, StepRecord
-from common.engine_calls import EngineCalls
-from common.engine_thread import STOPPED, Deliver, queue_full
 from common.errors import EngineDeadError, ShuttingDownError
+from common.hosting.calls import EngineCalls
+from common.hosting.thread import STOPPED, Deliver, queue_full
 from common.request import Request, StepOutput
 from common.step_trace import Frame
 

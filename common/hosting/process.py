@@ -43,10 +43,10 @@ from common.engine.commit import decode, fail
 from common.engine.engine import Engine
 from common.engine.requests import EngineFront
 from common.engine.telemetry import Counters, StepRecord, Telemetry
-from common.engine_calls import EngineCalls
-from common.engine_server import LENGTH, Facts, Model, RemoteMatcher, State, new_request, packed, receive
-from common.engine_thread import STOPPED, Deliver
 from common.errors import EngineDeadError, ShuttingDownError, StartupError
+from common.hosting.calls import EngineCalls
+from common.hosting.child import LENGTH, Facts, Model, RemoteMatcher, State, new_request, packed, receive
+from common.hosting.thread import STOPPED, Deliver
 from common.models.registry import open_checkpoint
 from common.request import FinishReason, Request, StepOutput
 from common.step_trace import Frame
@@ -166,7 +166,7 @@ class EngineProcess:
         # As in `multiprocessing`, modules are found where this process finds them.
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from common.engine_server import serve; serve({theirs.fileno()})"
+            f"from common.hosting.child import serve; serve({theirs.fileno()})"
         )
         with theirs:
             self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """The thread that owns an engine.
 
 ```text
-event loop (common.worker)                engine thread
+event loop (common.hosting.async_engine)                engine thread
                                           build the engine (in a thread that ends), warm up
   submit ──> inbox (under a lock) ──────> add_request ─┐
   cancel ──> inbox ─────────────────────> cancel       ├─> step ─> step ─> …
@@ -28,9 +28,9 @@ that ends afterwards, and its pool of workers ends with it.
 | `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.devices.streams` |
 
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its
-own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.engine_server`).
+own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.hosting.child`).
 
-In a server, the engine's threads are in a process of their own by default (`common.engine_process`). Then the event
+In a server, the engine's threads are in a process of their own by default (`common.hosting.process`). Then the event
 loop's process turns tokens into text and finds stop strings.
 """
 
@@ -47,8 +47,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from common.engine.commit import fail
 from common.engine.engine import Engine
-from common.engine_calls import EngineCalls
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
+from common.hosting.calls import EngineCalls
 from common.request import FinishReason, Request, StepOutput
 from common.step_trace import Frame
 
