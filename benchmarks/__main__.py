@@ -25,9 +25,9 @@ from benchmarks.results import LOCAL, RESULTS, Run
 from benchmarks.servers import ForeignServer, Options, Setup, Target, copy_target, phase_target
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, PromptWriter, Workload
 from common.errors import StartupError
+from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
-from common.zoo.presets import PRESETS
 
 PLOTS = Path("docs/assets/plots")
 DTYPES = ["auto", "float32", "bfloat16", "float16"]

@@ -16,7 +16,7 @@ from benchmarks.micro import Dtype, say
 from benchmarks.micro.on_device import DEVICE, prompts_of
 from benchmarks.tables import Cell, MeasuredTable
 from common.errors import StartupError
-from common.zoo.presets import PRESETS
+from common.models.presets import PRESETS
 
 
 def build(preset: str, dtype: str) -> Any:

@@ -28,8 +28,8 @@ from common.kv import KVShape
 from common.models.checkpoint import DUMMY_SEED
 from common.models.config import ModelConfig
 from common.models.gguf import GGUFCheckpoint
+from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
-from common.zoo.presets import PRESETS
 from kernels.native import default_cache
 
 

@@ -34,11 +34,11 @@ from common.models.gguf_file import GGUFFile, first_part, is_gguf
 from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.mistral import Mistral
+from common.models.presets import PRESETS, TOKENIZER_OF
 from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
 from common.models.unused import unused_in_folder
 from common.request import SamplingParams
-from common.zoo.presets import PRESETS, TOKENIZER_OF
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from benchmarks.export import export
 from benchmarks.peers.weights import made_once, weights_of
 from common.errors import StartupError
 from common.llm import LLM
+from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
-from common.zoo.presets import PRESETS
 from tests.gguf_files import save_gguf
 from tests.helpers import draw_ids, largest_difference, load, oracle_logits, oracle_of, solo_logits, zoo
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.claims import claims
 from benchmarks.gpu.environment import ROOT, name_of, requirements
 from benchmarks.gpu.stages import STAGE_S, Program, Stage, stages
 from benchmarks.micro import ENTRIES, find, parser
-from common.zoo.presets import PRESETS
+from common.models.presets import PRESETS
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: `make gpu` itself is the test")
 

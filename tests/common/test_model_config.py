@@ -21,8 +21,8 @@ from common.models.config import (
     RopeConfig,
     token_id_set,
 )
+from common.models.presets import PRESETS
 from common.models.registry import parse_config
-from common.zoo.presets import PRESETS
 from tests.helpers import ARCHITECTURES, as_transformers_4, refusal_of
 
 #: Published config.json files, written by transformers 4, without entries that do not concern the shape.

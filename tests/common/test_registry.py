@@ -21,9 +21,9 @@ import torch
 from common.errors import StartupError
 from common.models import registry
 from common.models.layers import CausalLM
+from common.models.presets import PRESETS
 from common.models.registry import ARCHITECTURES, default_params, load_model, open_checkpoint, weight_bytes
 from common.request import SamplingParams
-from common.zoo.presets import PRESETS
 from tests.helpers import (
     CPU,
     ZOO_NAMES,
