@@ -19,7 +19,7 @@ from common.engine.config import resolve_dtype
 from common.errors import StartupError
 from common.json_file import read_json
 from common.models.checkpoint import Checkpoint, DummyCheckpoint
-from common.models.gguf import GGUFCheckpoint, config_of
+from common.models.gguf.checkpoint import GGUFCheckpoint, config_of
 from common.models.loader import SINGLE_FILE, checkpoint_tensors
 from common.models.presets import PRESETS
 from common.models.registry import load_model, open_checkpoint

@@ -11,7 +11,7 @@ from benchmarks.peers.weights import weights_of
 from benchmarks.servers import SEQUENCES_PER_SLOT, Setup, Target
 from common.engine.config import resolve_device
 from common.errors import StartupError
-from common.models.gguf import GGUFCheckpoint
+from common.models.gguf.checkpoint import GGUFCheckpoint
 from common.models.registry import open_checkpoint
 
 ORDER = 100.0  # peers stand after all phases

@@ -27,7 +27,7 @@ from common.errors import StartupError
 from common.kv import KVShape
 from common.models.checkpoint import DUMMY_SEED
 from common.models.config import ModelConfig
-from common.models.gguf import GGUFCheckpoint
+from common.models.gguf.checkpoint import GGUFCheckpoint
 from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
 from kernels.native import default_cache

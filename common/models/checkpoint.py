@@ -1,7 +1,7 @@
 """An opened checkpoint: a model's shape, and how its weights and its tokenizer are read.
 
 A checkpoint has one of three forms: a Hugging Face folder, a dummy without files, or a GGUF file, which
-`common.models.gguf` reads.
+`common.models.gguf.checkpoint` reads.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def _scaling(parameters: Any) -> RopeScaling | None:
                 high_freq_factor=entry("high_freq_factor"),
                 original_max_position_embeddings=int(entry("original_max_position_embeddings")),
             )
-        case "divided":  # written by `common.models.gguf` only
+        case "divided":  # written by `common.models.gguf.checkpoint` only
             divisors = parameters.get("divisors")
             if not isinstance(divisors, list):
                 raise StartupError(f"rope divisors must be a list, not {divisors!r:.80}")

@@ -29,8 +29,8 @@ from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id
 from common.models.fetch import FETCHABLE, find_fetched
 from common.models.gemma3 import Gemma3
 from common.models.generation_config import suggested_params
-from common.models.gguf import GGUFCheckpoint, config_of
-from common.models.gguf_file import GGUFFile, first_part, is_gguf
+from common.models.gguf.checkpoint import GGUFCheckpoint, config_of
+from common.models.gguf.file import GGUFFile, first_part, is_gguf
 from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.mistral import Mistral

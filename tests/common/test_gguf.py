@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 
 from common.errors import StartupError
 from common.llm import LLM
-from common.models import gguf_file
 from common.models.config import LinearScaling
-from common.models.gguf_file import READABLE, GGUFFile
-from common.models.gguf_tokenizer import GGUFVocabulary
+from common.models.gguf.checkpoint import file as gguf_file
+from common.models.gguf.file import READABLE, GGUFFile
+from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM, rope_frequencies
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 
 from common.chat_template import FOR_TOOLS, ChatTemplate
 from common.errors import StartupError
-from common.models.gguf_file import GGUFFile
+from common.models.gguf.file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 

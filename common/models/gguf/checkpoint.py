@@ -18,8 +18,8 @@ import torch
 from common.errors import StartupError
 from common.models.checkpoint import Checkpoint
 from common.models.config import JsonObject, ModelConfig
-from common.models.gguf_file import PLAIN, GGUFFile, GGUFTensor
-from common.models.gguf_tokenizer import GGUFVocabulary
+from common.models.gguf.file import PLAIN, GGUFFile, GGUFTensor
+from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM
 from common.models.loader import fill_from
 from common.text import Tokenizer
