@@ -1,4 +1,4 @@
-"""Records a server's trace (`common.trace`) during a run."""
+"""Records a server's trace (`common.observing.trace`) during a run."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from benchmarks.results import LOCAL
 from benchmarks.tables import Cell, MeasuredTable
 from common.constrained.grammar import Grammar
 from common.engine.engine import Engine
+from common.observing.step_parts import StepParts
+from common.observing.trace import TraceFile, Tracer
 from common.request import SamplingParams
-from common.step_parts import StepParts
-from common.trace import TraceFile, Tracer
 
 PARTS = ("plan", "launch", "wait", "commit", "stream")
 COLUMNS = ["requests", "step, ms", *(f"{part}, ms" for part in PARTS), "host's margin"]

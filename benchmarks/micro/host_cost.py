@@ -24,11 +24,11 @@ from benchmarks.micro.engines import add, build_engine
 from benchmarks.servers import BLOCK_SIZE, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.engine import Engine
-from common.step_parts import StepParts
+from common.observing.step_parts import StepParts
 
 MODEL = "zoo:llama-tiny"
 PROMPT_TOKENS, STEPS = 16, 200
-#: The table's columns, and the name of each part in `common.step_parts`.
+#: The table's columns, and the name of each part in `common.observing.step_parts`.
 PARTS = {"scheduling": "plan", "metadata": "pass", "sampling": "sample", "commit": "commit"}
 
 

@@ -35,6 +35,7 @@ from common.engine.engine import Engine
 from common.engine.telemetry import Part
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
+from common.observing.step_parts import StepParts
 from common.phases import find_phase
 from common.request import Request
 from common.server.app import create_app
@@ -42,7 +43,6 @@ from common.server.backlogs import Backlog
 from common.server.intake import Intake
 from common.server.middleware import RequestIds
 from common.server.sockets import bind
-from common.step_parts import StepParts
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4
 NEW_TOKENS = 32
@@ -78,7 +78,7 @@ LEGS = (
     Leg("arrived", "EventStream, uvicorn, socket: into the client's hands"),
 )
 
-#: The parts of a step (`common.step_parts`), and the mark at the end of each.
+#: The parts of a step (`common.observing.step_parts`), and the mark at the end of each.
 ENDS = {"plan": "planned", "pass": "computed", "sample": "sampled", "commit": "committed"}
 
 

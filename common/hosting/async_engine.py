@@ -23,8 +23,8 @@ from common.engine.telemetry import RequestTelemetry, RequestTimes, StepRecord
 from common.errors import EngineDeadError, ShuttingDownError
 from common.hosting.calls import EngineCalls
 from common.hosting.thread import STOPPED, Deliver, queue_full
+from common.observing.frames import Frame
 from common.request import Request, StepOutput
-from common.step_trace import Frame
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from pathlib import Path
 from common.engine.engine import Engine
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
+from common.observing.frames import Frame, FrameMaker
+from common.observing.trace import TraceBuffer, TraceFile, Tracer
 from common.request import StepOutput
-from common.step_trace import Frame, FrameMaker
-from common.trace import TraceBuffer, TraceFile, Tracer
 
 logger = logging.getLogger(__name__)
 

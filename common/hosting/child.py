@@ -30,8 +30,8 @@ from common.errors import EngineDeadError, StartupError
 from common.hosting.thread import EngineThread
 from common.memory import freeze_objects
 from common.models.config import ModelConfig
+from common.observing.frames import Frame
 from common.request import Request, SamplingParams, StepOutput
-from common.step_trace import Frame
 from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Facts(NamedTuple):
 
 class State(NamedTuple):
     """The engine's state, a part of each message to the HTTP process, except frames of the live view
-    (`common.step_trace`) and answers to `compile`."""
+    (`common.observing.frames`) and answers to `compile`."""
 
     taken: int = 0  # requests that have left the inbox since the start
     waiting: int = 0  # requests in the scheduler's queue

@@ -48,8 +48,8 @@ from common.hosting.calls import EngineCalls
 from common.hosting.child import LENGTH, Facts, Model, RemoteMatcher, State, new_request, packed, receive
 from common.hosting.thread import STOPPED, Deliver
 from common.models.registry import open_checkpoint
+from common.observing.frames import Frame
 from common.request import FinishReason, Request, StepOutput
-from common.step_trace import Frame
 from common.text import Tokenizer
 from kernels.dispatch import Kernels
 

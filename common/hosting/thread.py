@@ -49,8 +49,8 @@ from common.engine.commit import fail
 from common.engine.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.hosting.calls import EngineCalls
+from common.observing.frames import Frame
 from common.request import FinishReason, Request, StepOutput
-from common.step_trace import Frame
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Watches the running engine: its steps as they come (`GET /steps`), and traces that clients record (`GET /trace`).
 
-A frame describes one step (`common.step_trace`). No frames are made while no client watches.
+A frame describes one step (`common.observing.frames`). No frames are made while no client watches.
 
 ```text
 engine thread (`common.hosting.calls`)                event loop
@@ -13,7 +13,7 @@ the engine thread's time for making them. Steps in between get no frame. A viewe
 frames and goes on with a key frame, which holds the whole state.
 
 ```text
-event: begin     values that hold for all frames: `common.step_trace`, header
+event: begin     values that hold for all frames: `common.observing.frames`, header
 event: step      a frame
 event: missed    {"frames": n}: n frames were dropped for this viewer since its first frame
 event: end       the last event: the server shuts down, its engine is dead, or frames cannot be made any more
@@ -32,10 +32,10 @@ from typing import ClassVar
 from common.errors import ShuttingDownError
 from common.hosting.async_engine import EngineWorker
 from common.hosting.calls import EngineCalls
+from common.observing.frames import Frame, Header, header
 from common.server.errors import from_exception, unavailable
 from common.server.replies.shapes import event
 from common.server.stream import Stream
-from common.step_trace import Frame, Header, header
 
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer

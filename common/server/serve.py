@@ -34,6 +34,7 @@ from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
 from common.hosting.thread import EngineThread
 from common.memory import freeze, freeze_objects
+from common.observing.trace import TraceFile
 from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
 from common.server.backlogs import Backlogs
@@ -43,7 +44,6 @@ from common.server.middleware import AllowedHosts
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
 from common.server.sockets import allow_open_files, listen, url_of
-from common.trace import TraceFile
 
 logger = logging.getLogger(__name__)
 

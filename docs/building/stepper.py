@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.observing.frames import StepTrace
 from common.phases import find_phase, phase_names
-from common.step_trace import StepTrace
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 
 MAX_SEQ_LEN, BLOCK_SIZE = 128, 8

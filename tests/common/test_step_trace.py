@@ -12,8 +12,8 @@ import pytest
 from common.engine.engine import Engine
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
+from common.observing.frames import KEY_EVERY, WAITING_NAMED, FrameMaker, StepTrace
 from common.request import StepOutput
-from common.step_trace import KEY_EVERY, WAITING_NAMED, FrameMaker, StepTrace
 from tests.engine_helpers import EOS, add, build, chained, continuation, greedy, run
 
 PHASES = ["static", "continuous", "paged", "chunked", "prefix", "pipelined"]

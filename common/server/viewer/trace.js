@@ -1,6 +1,6 @@
 /*
  * The viewer draws step traces: which requests wait and which have seats, what each step computed, and which request
- * holds which block of memory. The format is that of `common/step_trace.py`. Plain JavaScript and SVG, in parts
+ * holds which block of memory. The format is that of `common/observing/frames.py`. Plain JavaScript and SVG, in parts
  * that make one script:
  *
  *   trace      frames as they come, tables as they were    panel     one trace: both pictures, and its requests

@@ -29,8 +29,8 @@ from common.engine.engine import Engine, Phase
 from common.engine.scheduling import PrefillChunk, StepPlan
 from common.engine.telemetry import Part, StepRecord
 from common.errors import StartupError
+from common.observing.step_parts import StepParts
 from common.request import Request, RequestState, StepOutput
-from common.step_parts import StepParts
 
 logger = logging.getLogger(__name__)
 
