@@ -28,7 +28,7 @@ from common.models.generation_config import in_words, origin_of
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
-from common.sampling import sample
+from common.sampling.draw import sample
 from common.text import Tokenizer
 from common.warm_up import warm_up
 from kernels.dispatch import INTERPRETED, kernels_on

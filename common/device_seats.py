@@ -25,7 +25,7 @@ from torch import Tensor
 
 from common.engine.runner import PassShare
 from common.request import Request
-from common.sampling_inputs import GREEDY, settings_of
+from common.sampling.inputs import GREEDY, settings_of
 from kernels.draw import SETTINGS, SeatState
 from kernels.penalties import IN_PROMPT, NONE, SeatPenalties
 

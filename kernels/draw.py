@@ -27,7 +27,7 @@ without top-k and top-p need no search.
 does not matter, so programs may add in any order, and a row's result does not depend on other rows. A token whose
 weight is below 2^-40 of the best token's weight is never drawn.
 
-**The same token as on a CPU** (`common.sampling`) follows from the same weights, unless the random number or the
+**The same token as on a CPU** (`common.sampling.draw`) follows from the same weights, unless the random number or the
 border of a filter lies within rounding of a sum. Weights may differ in their last bits, since a GPU has its own
 exponential, and a CPU adds them as float64.
 """
@@ -93,7 +93,7 @@ def draw_reference(scores: Tensor, settings: Tensor | None = None) -> Tensor:
     """Compute `draw_triton` in torch, row by row and by a sort.
 
     Arguments and result are the same, but there is no `ranked`. For reading and for tests. Without Triton,
-    `common.sampling` samples.
+    `common.sampling.draw` samples.
     """
     token_ids = torch.full(scores.shape[:1], NOT_A_TOKEN)
     for row, own in enumerate(scores.cpu()):

@@ -129,7 +129,7 @@ if HAS_TRITON:
 def penalise_triton(logits: Tensor, penalties: SeatPenalties, seats: Tensor, latest: Tensor) -> Tensor:
     """Count the latest token of each row, then apply the rows' penalties, in two launches.
 
-    `common.sampling` describes the penalties. Nothing here waits for the device.
+    `common.sampling.draw` describes the penalties. Nothing here waits for the device.
 
     Args:
         logits: [S, vocab] float32; not changed.

@@ -33,8 +33,8 @@ from common.engine.telemetry import Telemetry
 from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
 from common.request import RequestState, StepOutput
-from common.sampling import Sampled, choose
-from common.sampling_inputs import SamplingInputs, is_ordered
+from common.sampling.draw import Sampled, choose
+from common.sampling.inputs import SamplingInputs, is_ordered
 from kernels.decode_rows import decode_rows_triton
 from kernels.dispatch import use_triton
 from kernels.draw import draw_at_seats_triton

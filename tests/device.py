@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.models.layers
-import common.sampling
+import common.sampling.draw
 import kernels.attention
 import kernels.decode_rows
 import kernels.draw
@@ -142,7 +142,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, found: Counter[str]) -> None:
     """Make every module choose Triton, and count launches instead of launching."""
     k = kernels
     layers, runner = common.models.layers, phase9_pipelined.runner
-    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling, runner):
+    for module in (k.attention, k.gated_act, k.rms_norm, k.rope, layers, common.sampling.draw, runner):
         monkeypatch.setattr(module, "use_triton", lambda _: True)
     monkeypatch.setattr(k.few_rows_linear, "takes", lambda x: x.shape[0] <= k.few_rows_linear.FEW_ROWS)
     for module in (

@@ -12,8 +12,8 @@ from common.engine.prompt_scores import PromptScores
 from common.kv import KVPool, KVShape, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, RequestState, StepOutput
-from common.sampling import read_logprobs, sample
-from common.sampling_inputs import TokenMasks
+from common.sampling.draw import read_logprobs, sample
+from common.sampling.inputs import TokenMasks
 
 
 class ContiguousCache(KVPool):

@@ -28,8 +28,8 @@ from common.errors import EngineDeadError, GrammarFailedError, NoTokenLeftError
 from common.kv import KVPool, KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, RequestState, StepOutput, TokenLogprobs
-from common.sampling import Sampled, read_logprobs, sample
-from common.sampling_inputs import TokenMasks
+from common.sampling.draw import Sampled, read_logprobs, sample
+from common.sampling.inputs import TokenMasks
 
 logger = logging.getLogger(__name__)
 

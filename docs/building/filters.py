@@ -19,7 +19,7 @@ from common.kv import KVShape, Span
 from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
-from common.sampling import sample
+from common.sampling.draw import sample
 from docs.building.markdown import table
 from docs.building.pictures import figure, text
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.request import Request, SamplingParams
-from common.sampling import sample
+from common.sampling.draw import sample
 
 
 def draw(logits: Sequence[float], u: float, temperature: float, top_k: int | None) -> int:

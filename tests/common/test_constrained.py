@@ -18,8 +18,8 @@ from common.errors import GrammarFailedError, InvalidGrammarError
 from common.llm import LLM
 from common.phases import find_phase, phase_names
 from common.request import Request, StepOutput
-from common.sampling import sample
-from common.sampling_inputs import TokenMasks
+from common.sampling.draw import sample
+from common.sampling.inputs import TokenMasks
 from tests.engine_helpers import (
     EOS,
     VOCAB,

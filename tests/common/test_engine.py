@@ -22,8 +22,8 @@ from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestErr
 from common.models.layers import CausalLM
 from common.phases import find_phase, phase_names
 from common.request import Request, RequestState, SamplingParams, StepOutput
-from common.sampling import Sampled, sample
-from common.sampling_inputs import TokenMasks
+from common.sampling.draw import Sampled, sample
+from common.sampling.inputs import TokenMasks
 from tests.engine_helpers import (
     EOS,
     VOCAB,

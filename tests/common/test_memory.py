@@ -321,7 +321,7 @@ from common.memory import SAMPLING_BYTES_PER_LOGIT, estimate_memory
 from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.phases import find_phase
 from common.request import Request, SamplingParams
-from common.sampling import sample
+from common.sampling.draw import sample
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(  # its top_k makes sampling sort all

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import common.sampling
+import common.sampling.draw
 from common.request import Request, SamplingParams
-from common.sampling import FIRST_CANDIDATES, choose, read_logprobs, sample
-from common.sampling_inputs import SamplingInputs, TokenMasks
+from common.sampling.draw import FIRST_CANDIDATES, choose, read_logprobs, sample
+from common.sampling.inputs import SamplingInputs, TokenMasks
 from kernels import native
 from kernels.dispatch import HAS_TRITON
 from kernels.draw import NOT_A_TOKEN
@@ -191,7 +191,7 @@ def check_the_kernel(
 ) -> None:
     """The kernel, which does not sort, runs in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common.sampling, "use_triton", lambda _: True)
+        patch.setattr(common.sampling.draw, "use_triton", lambda _: True)
         check_against_the_oracle(rows, seed, spread, endless)
 
 
@@ -269,7 +269,7 @@ def test_a_few_candidates_choose_what_all_of_them_choose(
     chosen = []
     for count in (candidates, VOCAB):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(common.sampling, "FIRST_CANDIDATES", count)
+            patch.setattr(common.sampling.draw, "FIRST_CANDIDATES", count)
             chosen.append(ids_of(logits, [make(params) for params, _ in rows]))
     assert chosen[0] == chosen[1]
 
@@ -279,13 +279,13 @@ class Sorts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: Counter[int] = Counter()
-        original = common.sampling._most_likely
+        original = common.sampling.draw._most_likely
 
         def counting(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
             self.rows[count] += len(scores)
             return original(scores, count)
 
-        monkeypatch.setattr(common.sampling, "_most_likely", counting)
+        monkeypatch.setattr(common.sampling.draw, "_most_likely", counting)
 
 
 def test_all_are_sorted_only_in_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +327,7 @@ def test_candidates_that_end_among_equals(
     """Equal tokens rank by their ids, but candidates may be any of them. If that matters, all tokens are sorted."""
     logits = torch.zeros(1, VOCAB)
     logits[0, [30, 20]] = 5.0
-    monkeypatch.setattr(common.sampling, "FIRST_CANDIDATES", 8)
+    monkeypatch.setattr(common.sampling.draw, "FIRST_CANDIDATES", 8)
     monkeypatch.setattr(Request, "next_uniform", lambda *_: math.nextafter(1.0, 0.0))
     sorts = Sorts(monkeypatch)
     assert ids_of(logits, [make(**values)]) == [last]
@@ -501,8 +501,8 @@ def test_a_token_that_was_not_read_is_penalised_like_one_that_was(
     inputs = SamplingInputs.of(requests, None, VOCAB, torch.device("cpu"))
     assert (inputs.unread is not None) == bool(unread_ids)
     inputs = inputs._replace(unread_ids=torch.tensor(unread_ids, dtype=torch.int64))
-    expected = common.sampling._adjust(logits, SamplingInputs.of(read, None, VOCAB, torch.device("cpu")))
-    assert torch.equal(common.sampling._adjust(logits, inputs), expected)
+    expected = common.sampling.draw._adjust(logits, SamplingInputs.of(read, None, VOCAB, torch.device("cpu")))
+    assert torch.equal(common.sampling.draw._adjust(logits, inputs), expected)
 
 
 def test_a_later_step_changes_nothing_of_an_earlier_ones_inputs() -> None:

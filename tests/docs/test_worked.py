@@ -16,7 +16,7 @@ from common.models.llama import Llama
 from common.models.loader import checkpoint_tensors
 from common.models.registry import parse_config
 from common.request import Request, SamplingParams
-from common.sampling import sample
+from common.sampling.draw import sample
 from docs.building import by_hand, capacity, filters, gaps, spellings, worked
 from tests.docs.support import ROOT
 

@@ -1,4 +1,4 @@
-"""Penalties that a GPU applies from its own counts, against those that the host counts (`common.sampling`)."""
+"""Penalties that a GPU applies from its own counts, against those that the host counts (`common.sampling.draw`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from common.request import Request, SamplingParams
-from common.sampling import _adjust
-from common.sampling_inputs import SamplingInputs
+from common.sampling.draw import _adjust
+from common.sampling.inputs import SamplingInputs
 from kernels.draw import MOST_COLUMNS
 from kernels.penalties import IN_PROMPT, TILE, SeatPenalties, penalise_reference, penalise_triton
 

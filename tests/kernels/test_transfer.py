@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from common.request import Request, SamplingParams
-from common.sampling import choose
-from common.sampling_inputs import SamplingInputs
+from common.sampling.draw import choose
+from common.sampling.inputs import SamplingInputs
 from kernels.attention_layout import AttentionLayout
 from kernels.transfer import move_together, to_device
 from tests.device import META, no_blocking_copies

@@ -18,8 +18,8 @@ from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
 from common.request import Request, SamplingParams
-from common.sampling import choose
-from common.sampling_inputs import SamplingInputs
+from common.sampling.draw import choose
+from common.sampling.inputs import SamplingInputs
 from kernels.dispatch import HAS_TRITON
 from kernels.penalties import IN_PROMPT
 from phase8_prefix.cache import PrefixCachingPool

@@ -1,8 +1,8 @@
-"""Collects the sampling parameters of requests as tensors, for the functions in `common.sampling`.
+"""Collects the sampling parameters of requests as tensors, for the functions in `common.sampling.draw`.
 
 ```text
 requests ──> TokenMasks.of ──> masks of tokens ───┐
-requests, row by row ─────────────────────────────┴─> SamplingInputs.of ──> common.sampling.choose
+requests, row by row ─────────────────────────────┴─> SamplingInputs.of ──> common.sampling.draw.choose
 ```
 """
 

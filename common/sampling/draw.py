@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.request import Request, TokenLogprobs
-from common.sampling_inputs import SamplingInputs, TokenMasks
+from common.sampling.inputs import SamplingInputs, TokenMasks
 from kernels.dispatch import use_triton
 from kernels.draw import NOT_A_TOKEN, draw_triton
 
