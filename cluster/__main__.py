@@ -16,7 +16,7 @@ from cluster.options import read_flags
 from common.errors import StartupError
 from common.server.logs import configure_logging
 from common.server.options import UsageError
-from common.server.serve import exit_with
+from common.server.run import exit_with
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m cluster") -> NoReturn:

@@ -24,7 +24,7 @@ from common.server.app import create_app
 from common.server.errors import error_response, from_exception
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
-from common.server.serve import SWITCH_INTERVAL_S
+from common.server.run import SWITCH_INTERVAL_S
 from common.server.service import Service
 
 #: Gauges of a replica by field of `Load`: name and description. Ray exports them with the prefix `ray_`.

@@ -41,7 +41,7 @@ def _run(words: list[str]) -> int:
             print_version()
         case ["serve", "-h" | "--help"]:
             from common.phases import phase_names
-            from common.server import serve
+            from common.server import run as serve
 
             serve.main(phase_names()[-1], ["--help"], prog="infer serve PHASE")
         case ["phases"]:
@@ -96,7 +96,7 @@ def _serve(arguments: Sequence[str]) -> int:
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from common.server import serve  # with torch and more, which take seconds
+    from common.server import run as serve  # with torch and more, which take seconds
 
     return serve.main(name, options, prog=f"infer serve {name}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.phases import find_phase, phase_names
-from common.server import serve
+from common.server import run as serve
 from infer import main
 
 ROOT = Path(__file__).parents[1]

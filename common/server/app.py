@@ -15,7 +15,8 @@ from common.engine.engine import Engine
 from common.engine.requests import EngineFront
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
-from common.server import routes, state_routes
+from common.server import routes
+from common.server import state as state_routes
 from common.server.api import messages
 from common.server.backlogs import Backlogs
 from common.server.bodies import Bodies

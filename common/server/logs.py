@@ -3,7 +3,7 @@
 A line is text for people, or JSON for programs. Neither prompts nor answers are in it.
 
 ```json
-{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.serve"}
+{"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "message": "ready: …", "logger": "common.server.run"}
 ```
 
 A JSON line about a request has its numbers as fields beside the message. One about an exception has a `traceback`.

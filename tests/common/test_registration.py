@@ -29,7 +29,7 @@ class Scheduler(PipelinedScheduler):
 
 build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, pipelined.pool)
 '''
-MAIN = 'from common.server.serve import main\n\nif __name__ == "__main__":\n    main("phase11_copy")\n'
+MAIN = 'from common.server.run import main\n\nif __name__ == "__main__":\n    main("phase11_copy")\n'
 
 
 @pytest.fixture(scope="module")

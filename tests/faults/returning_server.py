@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from common.server import logs, serve
+from common.server import logs
+from common.server import run as serve
 
 PULSE_EVERY_S = 1.0
 

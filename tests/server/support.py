@@ -36,7 +36,8 @@ from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
-from common.server import serve, sockets
+from common.server import run as serve
+from common.server import sockets
 from common.server.app import create_app
 from common.server.backlogs import Backlogs
 from common.server.connections import Config, ConnectionLimits

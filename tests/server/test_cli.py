@@ -15,7 +15,7 @@ import pytest
 
 from common import zoo
 from common.phases import find_phase
-from common.server import serve
+from common.server import run as serve
 from common.server.options import ServerOptions, UsageError, read_options
 from tests.server.support import ServerProcess
 

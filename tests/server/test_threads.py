@@ -70,7 +70,7 @@ def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
 BUILDING = """
 import sys, types
 import torch
-from common.server import serve
+from common.server import run as serve
 
 def build_engine(config):
     print("building", flush=True)
