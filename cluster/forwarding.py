@@ -19,9 +19,9 @@ import orjson
 from starlette.types import ASGIApp, Message
 
 from cluster.policy import prefix_keys
-from common.server.bodies import REFERENCES
+from common.server.api.bodies import REFERENCES
+from common.server.api.stream import STREAM_ENDS
 from common.server.errors import ApiError, unavailable
-from common.server.stream import STREAM_ENDS
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Head:
 
     Attributes:
         ends: for a stream, the events that the front ends it with if the replica is lost: an error event of each
-            choice, then the stream's last event (`common.server.stream`).
+            choice, then the stream's last event (`common.server.api.stream`).
     """
 
     status: int

@@ -39,7 +39,8 @@ from cluster.forwarding import GENERATING, Forwarded, Whole, read_holder, read_k
 from cluster.merging import HEALTH, MERGES, METRICS, health, merge
 from common.errors import ShuttingDownError
 from common.memory import return_freed_memory
-from common.server.bodies import Bodies, says_json
+from common.server.api.bodies import Bodies, says_json
+from common.server.api.stream import while_connected
 from common.server.connections import Config, ConnectionLimits
 from common.server.errors import ApiError, from_exception, unavailable
 from common.server.logs import PULSE_EVERY_S
@@ -55,7 +56,6 @@ from common.server.middleware import (
 )
 from common.server.options import CommonOptions
 from common.server.sockets import allow_open_files, bind, find_lost_peers
-from common.server.stream import while_connected
 
 logger = logging.getLogger(__name__)
 

@@ -38,9 +38,9 @@ from common.hosting.thread import EngineThread
 from common.observing.step_parts import StepParts
 from common.phases import find_phase
 from common.request import Request
+from common.server.api.intake import Intake
 from common.server.app import create_app
 from common.server.backlogs import Backlog
-from common.server.intake import Intake
 from common.server.middleware import RequestIds
 from common.server.sockets import bind
 

@@ -18,8 +18,8 @@ from common.hosting.thread import EngineThread
 from common.server import routes
 from common.server import state as state_routes
 from common.server.api import messages
+from common.server.api.bodies import Bodies
 from common.server.backlogs import Backlogs
-from common.server.bodies import Bodies
 from common.server.errors import HANDLERS
 from common.server.logs import Pulse
 from common.server.metrics import Metrics

@@ -30,7 +30,7 @@ from common.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from common.server.replies.shapes import ErrorResponse, MessagesError, MessagesErrorDetail, json_response
+from common.server.api.shapes import ErrorResponse, MessagesError, MessagesErrorDetail, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 

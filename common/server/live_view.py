@@ -33,9 +33,9 @@ from common.errors import ShuttingDownError
 from common.hosting.async_engine import EngineWorker
 from common.hosting.calls import EngineCalls
 from common.observing.frames import Frame, Header, header
+from common.server.api.shapes import event
+from common.server.api.stream import Stream
 from common.server.errors import from_exception, unavailable
-from common.server.replies.shapes import event
-from common.server.stream import Stream
 
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer

@@ -16,7 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from common.engine.telemetry import Counters, Histogram, RequestTelemetry
-from common.server.replies.answer import Answer
+from common.server.api.answer import Answer
 from common.server.service import Service
 
 #: Memory, processor time and open files of this process: `process_*`, without labels, as every exporter has them.

@@ -11,18 +11,20 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from common.engine.requests import EngineFront
+from common.server.api.bodies import MAX_BODY_BYTES, Limits
+from common.server.api.chat import ChatRequest
+from common.server.api.completions import CompletionRequest
 from common.server.api.messages import EventType as MessageEventType
 from common.server.api.messages import Message, MessageEvent, MessagesRequest, TokenCount
-from common.server.bodies import MAX_BODY_BYTES, Limits
-from common.server.errors import SHOULD_RETRY
-from common.server.replies.response_shapes import (
+from common.server.api.response_shapes import (
     DeletedResponse,
     EventType,
     InputItems,
     ResponseEvent,
     ResponseObject,
 )
-from common.server.replies.shapes import (
+from common.server.api.responses import ResponsesRequest
+from common.server.api.shapes import (
     CacheReset,
     ChatCompletion,
     ChatCompletionChunk,
@@ -42,10 +44,8 @@ from common.server.replies.shapes import (
     Tokens,
     Version,
 )
-from common.server.requests.chat import ChatRequest
-from common.server.requests.completions import CompletionRequest
-from common.server.requests.responses import ResponsesRequest
-from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.errors import SHOULD_RETRY
 
 
 class NoFields(BaseModel):

@@ -17,25 +17,25 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from common.server.bodies import BodyT
+from common.server.api.answer import Answer, WireFormat, collect, stream_events
+from common.server.api.bodies import BodyT
+from common.server.api.chat import ChatRequest
+from common.server.api.chat_answers import ChatChunks
+from common.server.api.completion_answers import CompletionChunks, NamedCompletionEvents
+from common.server.api.completions import CompletionRequest
+from common.server.api.response_answers import ResponseEvents
+from common.server.api.response_shapes import DeletedResponse, InputItems
+from common.server.api.responses import ResponsesRequest
+from common.server.api.shapes import InputTokens, Text, Tokens, json_response
+from common.server.api.stored_responses import owner_of
+from common.server.api.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
+from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.api.wanted import GenerationRequest
 from common.server.errors import from_exception, status_at
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_choices
 from common.server.middleware import client_of
-from common.server.replies.answer import Answer, WireFormat, collect, stream_events
-from common.server.replies.chat import ChatChunks
-from common.server.replies.completions import CompletionChunks, NamedCompletionEvents
-from common.server.replies.response_shapes import DeletedResponse, InputItems
-from common.server.replies.responses import ResponseEvents
-from common.server.replies.shapes import InputTokens, Text, Tokens, json_response
-from common.server.requests.chat import ChatRequest
-from common.server.requests.completions import CompletionRequest
-from common.server.requests.generation import GenerationRequest
-from common.server.requests.responses import ResponsesRequest
-from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.service import Served, Service
-from common.server.stored_responses import owner_of
-from common.server.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
 
 router = APIRouter()
 

@@ -16,13 +16,13 @@ from common.dialect import Dialect
 from common.engine.requests import EngineFront
 from common.errors import EngineDeadError
 from common.hosting.async_engine import EngineWorker
+from common.server.api.bodies import Bodies, Body, Limits
+from common.server.api.intake import Admission, Intake
+from common.server.api.stored_responses import ResponseStore
 from common.server.backlogs import Backlogs
-from common.server.bodies import Bodies, Body, Limits
 from common.server.errors import unavailable
-from common.server.intake import Admission, Intake
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
-from common.server.stored_responses import ResponseStore
 from common.version import project_version
 
 logger = logging.getLogger(__name__)

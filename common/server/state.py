@@ -10,11 +10,8 @@ from starlette.responses import Response
 
 from common.errors import ShuttingDownError
 from common.models.generation_config import origin_of
-from common.server.bodies import check_model
-from common.server.errors import ApiError
-from common.server.live_view import TraceStream
-from common.server.page import PAGE_HEADERS
-from common.server.replies.shapes import (
+from common.server.api.bodies import check_model
+from common.server.api.shapes import (
     CacheReset,
     Health,
     ModelCard,
@@ -24,8 +21,11 @@ from common.server.replies.shapes import (
     Version,
     json_response,
 )
+from common.server.api.stream import EventStream
+from common.server.errors import ApiError
+from common.server.live_view import TraceStream
+from common.server.page import PAGE_HEADERS
 from common.server.service import Served, Service
-from common.server.stream import EventStream
 from common.version import project_version
 
 router = APIRouter()

@@ -17,8 +17,8 @@ from common.errors import InvalidRequestError, NoTokenLeftError
 from common.models.registry import open_checkpoint
 from common.phases import phase_names
 from common.request import Request, SamplingParams
-from common.server.bodies import Limits, parse
-from common.server.requests.completions import CompletionRequest
+from common.server.api.bodies import Limits, parse
+from common.server.api.completions import CompletionRequest
 from common.text import Tokenizer
 from tests.engine_helpers import (
     EOS,

@@ -17,11 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from common.constrained.grammar import Grammar
 from common.engine.engine import Engine
-from common.server import bodies, intake
-from common.server.bodies import Bodies
+from common.server.api import bodies, intake
+from common.server.api.answer import Answer
+from common.server.api.bodies import Bodies
+from common.server.api.intake import Lane
 from common.server.errors import ApiError
-from common.server.intake import Lane
-from common.server.replies.answer import Answer
 from tests.engine_helpers import build, tiny_model, until
 from tests.server.support import MODEL, HeldTokenizer, started
 
@@ -65,7 +65,7 @@ def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Held]:
 
 NICE = """
 import asyncio, os, threading
-from common.server.intake import Lane
+from common.server.api.intake import Lane
 
 def niceness():
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

@@ -14,14 +14,14 @@ from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.responses import ResponseTextConfigParam
 from openai.types.shared_params import Reasoning as ReasoningParam
 
+from common.server.api.bodies import Body, Limits, parse
+from common.server.api.chat import ChatRequest
+from common.server.api.completions import CompletionRequest
+from common.server.api.known_fields import HINTS, MOST_NAMES, UNIMPLEMENTED
 from common.server.api.messages import MessagesRequest
-from common.server.bodies import Body, Limits, parse
+from common.server.api.responses import ReasoningOptions, ResponsesRequest, TextOptions
+from common.server.api.wanted import StreamOptions
 from common.server.errors import ApiError
-from common.server.known_fields import HINTS, MOST_NAMES, UNIMPLEMENTED
-from common.server.requests.chat import ChatRequest
-from common.server.requests.completions import CompletionRequest
-from common.server.requests.generation import StreamOptions
-from common.server.requests.responses import ReasoningOptions, ResponsesRequest, TextOptions
 from common.server.service import MOST_LOGGED_FIELDS
 from tests.server.support import PREFIXES, ServerProcess, app_with, assert_error
 

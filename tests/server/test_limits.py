@@ -22,8 +22,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from common.server import connections
+from common.server.api.bodies import Bodies, expire
 from common.server.backlogs import Backlogs, SlowReaderError
-from common.server.bodies import Bodies, expire
 from common.server.connections import (
     MAX_PIPELINED_BYTES,
     Config,

@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 
 from common.chat_template import ChatTemplate
 from common.dialect import Dialect, opens_thought
-from common.server.replies import call_readers
-from common.server.replies.call_readers import End, HermesReader, LlamaReader, PythonReader, new_reader
-from common.server.replies.parts import ArgumentsPart, CallPart, PartsReader, ReasoningPart, TextPart
+from common.server.api import call_readers
+from common.server.api.call_readers import End, HermesReader, LlamaReader, PythonReader, new_reader
+from common.server.api.parts import ArgumentsPart, CallPart, PartsReader, ReasoningPart, TextPart
 from common.text import Tokenizer
 
 NAMES = ("weather", "add")

@@ -16,12 +16,12 @@ from fastapi.testclient import TestClient
 import common.errors
 from common.errors import StartupError
 from common.phases import find_phase
+from common.server.api.answer import interleave
+from common.server.api.stream import EventStream
 from common.server.app import create_app
 from common.server.backlogs import Backlogs
 from common.server.errors import HANDLERS, ApiError, from_exception, status_at
-from common.server.replies.answer import interleave
 from common.server.service import served_model_name
-from common.server.stream import EventStream
 
 # ---------------------------------------------------------------------- errors
 

@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from common.server.api.stored_responses import ResponseStore, Stored
 from common.server.errors import ApiError
-from common.server.stored_responses import ResponseStore, Stored
 from tests.server.support import MESSAGES, ServerProcess, read_events
 from tests.server.test_responses import FOX
 

@@ -42,26 +42,26 @@ from typing_extensions import TypedDict
 
 from common.constrained.grammar import Grammar
 from common.request import StepOutput
-from common.server.bodies import BODY, refused
-from common.server.errors import from_exception
-from common.server.replies.answer import Answer, Choice, WireFormat
-from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
-from common.server.replies.shapes import ErrorDetail, event, json_response
-from common.server.requests import messages as chat
-from common.server.requests.chat import EFFORT, ConversationRequest, ReasoningEffort
-from common.server.requests.forms import Other, by_kind, by_type, refuse_other, refuse_other_parts
-from common.server.requests.generation import StopString
-from common.server.requests.items import Label, message
-from common.server.requests.tools import (
+from common.server.api import chat_messages as chat
+from common.server.api.answer import Answer, Choice, WireFormat
+from common.server.api.bodies import BODY, refused
+from common.server.api.chat import EFFORT, ConversationRequest, ReasoningEffort
+from common.server.api.forms import Other, by_kind, by_type, refuse_other, refuse_other_parts
+from common.server.api.items import Label, message
+from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.api.shapes import ErrorDetail, event, json_response
+from common.server.api.stream import while_connected
+from common.server.api.tools import (
     CalledFunction,
     FunctionFields,
     Named,
     NamedTool,
     ToolCall,
 )
+from common.server.api.wanted import StopString
+from common.server.errors import from_exception
 from common.server.routes import Route, generate, read_body, streams_if_asked_to
 from common.server.service import Served
-from common.server.stream import while_connected
 
 router = APIRouter()
 

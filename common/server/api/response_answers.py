@@ -23,19 +23,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from common.request import StepOutput
-from common.server.errors import from_exception
-from common.server.replies.answer import Answer, Choice, WireFormat
-from common.server.replies.logprobs import response_logprobs
-from common.server.replies.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
-from common.server.replies.response_shapes import (
+from common.server.api.answer import Answer, Choice, WireFormat
+from common.server.api.logprobs import response_logprobs
+from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.api.response_shapes import (
     EventType,
     ResponseEvent,
     ResponseObject,
     ResponseUsage,
     Status,
 )
-from common.server.replies.shapes import ChatTokenLogprobs, event
-from common.server.requests.responses import ResponsesRequest
+from common.server.api.responses import ResponsesRequest
+from common.server.api.shapes import ChatTokenLogprobs, event
+from common.server.errors import from_exception
 
 #: `sequence_number` of the first event that `lost` returns. Every event that was sent before has a lower number.
 AFTER_ALL = 2**31

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from common.request import FinishReason, StepOutput
-from common.server.replies.answer import Answer, Choice
-from common.server.replies.formats import (
+from common.server.api.answer import Answer, Choice
+from common.server.api.chat import ChatRequest
+from common.server.api.chunks import (
     OPENAI_FINISH_REASONS,
     PlainChunks,
     answer_tokens,
@@ -14,9 +15,9 @@ from common.server.replies.formats import (
     joined_text,
     show_prompt,
 )
-from common.server.replies.logprobs import chat_logprobs
-from common.server.replies.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from common.server.replies.shapes import (
+from common.server.api.logprobs import chat_logprobs
+from common.server.api.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
+from common.server.api.shapes import (
     AssistantMessage,
     ChatChunkChoice,
     ChatCompletion,
@@ -27,7 +28,6 @@ from common.server.replies.shapes import (
     FunctionDelta,
     Usage,
 )
-from common.server.requests.chat import ChatRequest
 
 
 class ChatChunks(PlainChunks[ChatChunkChoice]):

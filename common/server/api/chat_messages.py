@@ -9,10 +9,10 @@ from pydantic import BaseModel, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
 from common.constrained.tool_calls import Call
-from common.server.bodies import BODY, refused
-from common.server.known_fields import OLD_TOOLS
-from common.server.requests.forms import Other, by_kind, by_type, refuse_other_parts
-from common.server.requests.tools import ToolCall
+from common.server.api.bodies import BODY, refused
+from common.server.api.forms import Other, by_kind, by_type, refuse_other_parts
+from common.server.api.known_fields import OLD_TOOLS
+from common.server.api.tools import ToolCall
 
 
 class TextPart(BaseModel):

@@ -14,9 +14,9 @@ from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import ToolUse
 from common.dialect import Dialect
 from common.request import SamplingParams
-from common.server.bodies import BODY, Body, Limits, check_model, refused
-from common.server.requests.answer_forms import ResponseFormat, StructuredOutputs
-from common.server.requests.forms import by_type
+from common.server.api.answer_forms import ResponseFormat, StructuredOutputs
+from common.server.api.bodies import BODY, Body, Limits, check_model, refused
+from common.server.api.forms import by_type
 
 
 def _whole(value: Any) -> Any:

@@ -18,16 +18,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, Tag, TypeAdapter
 from pydantic.json_schema import SkipJsonSchema
 
-from common.server.bodies import BODY, refused
-from common.server.requests.forms import (
+from common.server.api.bodies import BODY, refused
+from common.server.api.chat_messages import ChatMessage
+from common.server.api.forms import (
     Other,
     by_kind,
     by_type,
     refuse_other,
     refuse_other_parts,
 )
-from common.server.requests.messages import ChatMessage
-from common.server.requests.tools import CalledFunction, ToolCall
+from common.server.api.tools import CalledFunction, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Label = Annotated[str, Field(max_length=256)]

@@ -43,11 +43,11 @@ from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeo
 from common.hosting.async_engine import EngineWorker, RequestStream
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
-from common.server.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
+from common.server.api.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
+from common.server.api.chat import ConversationRequest
+from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.api.wanted import GenerationRequest
 from common.server.errors import OVERLOADED, unavailable
-from common.server.requests.chat import ConversationRequest
-from common.server.requests.generation import GenerationRequest
-from common.server.requests.tokens import DetokenizeRequest, TokenizeRequest
 
 #: If the matchers for all choices of a request are expected to take at most this many seconds of processor time,
 #: they are compiled in the thread that tokenizes the prompt.

@@ -8,8 +8,8 @@ from typing import cast
 import orjson
 
 from common.request import StepOutput, TokenLogprobs
-from common.server.replies.answer import Answer, Choice, Prompt, is_first
-from common.server.replies.shapes import (
+from common.server.api.answer import Answer, Choice, Prompt, is_first
+from common.server.api.shapes import (
     ChatLogprobs,
     ChatTokenLogprob,
     ChatTokenLogprobs,

@@ -7,10 +7,10 @@ from typing import ClassVar
 from pydantic import Field
 
 from common.dialect import Dialect
-from common.server.bodies import Body, Limits, check_model, refused
-from common.server.requests.chat import TemplateOptions
-from common.server.requests.generation import TokenId
-from common.server.requests.messages import Messages
+from common.server.api.bodies import Body, Limits, check_model, refused
+from common.server.api.chat import TemplateOptions
+from common.server.api.chat_messages import Messages
+from common.server.api.wanted import TokenId
 
 
 class TokenizeRequest(Body, TemplateOptions):

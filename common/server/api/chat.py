@@ -15,13 +15,13 @@ from common.constrained.tool_calls import Function, ToolUse, behind_thought, tol
 from common.conversation import continues, joined
 from common.dialect import Dialect
 from common.errors import InvalidGrammarError, InvalidRequestError
-from common.server.bodies import BODY, refused
+from common.server.api.answer_forms import naming
+from common.server.api.bodies import BODY, refused
+from common.server.api.chat_messages import TEXT_ONLY, ChatMessage, Content, Messages, refuse_long
+from common.server.api.forms import refuse_other, refuse_other_parts, text_of
+from common.server.api.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
+from common.server.api.wanted import GenerationRequest, NewTokens, Whole
 from common.server.errors import shorten
-from common.server.requests.answer_forms import naming
-from common.server.requests.forms import refuse_other, refuse_other_parts, text_of
-from common.server.requests.generation import GenerationRequest, NewTokens, Whole
-from common.server.requests.messages import TEXT_ONLY, ChatMessage, Content, Messages, refuse_long
-from common.server.requests.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT = (

@@ -14,14 +14,12 @@ from pydantic_core import to_json
 from common.constrained.grammar import Grammar
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function
-from common.server.bodies import BODY, MAX_BODY_BYTES, refused, too_large
-from common.server.errors import shorten
-from common.server.replies.response_shapes import ResponseObject, Settings
-from common.server.requests.answer_forms import naming
-from common.server.requests.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
-from common.server.requests.forms import Other, by_kind
-from common.server.requests.generation import NewTokens, Whole
-from common.server.requests.items import (
+from common.server.api.answer_forms import naming
+from common.server.api.bodies import BODY, MAX_BODY_BYTES, refused, too_large
+from common.server.api.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
+from common.server.api.chat_messages import ChatMessage, refuse_long
+from common.server.api.forms import Other, by_kind
+from common.server.api.items import (
     ITEMS,
     Input,
     ItemReference,
@@ -31,8 +29,9 @@ from common.server.requests.items import (
     message,
     messages_of,
 )
-from common.server.requests.messages import ChatMessage, refuse_long
-from common.server.requests.tools import (
+from common.server.api.response_shapes import ResponseObject, Settings
+from common.server.api.stored_responses import ResponseStore, Stored
+from common.server.api.tools import (
     BY_CHOICE,
     CHOICE,
     FunctionFields,
@@ -41,7 +40,8 @@ from common.server.requests.tools import (
     functions_of,
     log_once,
 )
-from common.server.stored_responses import ResponseStore, Stored
+from common.server.api.wanted import NewTokens, Whole
+from common.server.errors import shorten
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Discriminator
 
-from common.server.bodies import refused
+from common.server.api.bodies import refused
 from common.server.errors import shorten
 
 

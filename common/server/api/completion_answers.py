@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from common.request import StepOutput
-from common.server.replies.answer import Answer, Choice, is_first
-from common.server.replies.formats import (
+from common.server.api.answer import Answer, Choice, is_first
+from common.server.api.chunks import (
     OPENAI_FINISH_REASONS,
     Chunks,
     PlainChunks,
@@ -16,8 +16,8 @@ from common.server.replies.formats import (
     show_prompt,
     token_ids,
 )
-from common.server.replies.logprobs import completion_logprobs
-from common.server.replies.shapes import (
+from common.server.api.logprobs import completion_logprobs
+from common.server.api.shapes import (
     ChunkChoice,
     Completion,
     CompletionChunk,

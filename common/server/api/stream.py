@@ -37,9 +37,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.request import StepOutput
+from common.server.api.answer import WireFormat
 from common.server.backlogs import PIECE_BYTES, Backlog, Backlogs, SlowReaderError
 from common.server.errors import ApiError
-from common.server.replies.answer import WireFormat
 
 CLIENT_LEFT = "the client left"
 

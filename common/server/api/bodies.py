@@ -21,8 +21,8 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
+from common.server.api.known_fields import Ignored, review
 from common.server.errors import OVERLOADED, ApiError, from_exception, shorten, unavailable
-from common.server.known_fields import Ignored, review
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 

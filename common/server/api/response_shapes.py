@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from common.server.replies.shapes import ChatTokenLogprobs, ErrorDetail
+from common.server.api.shapes import ChatTokenLogprobs, ErrorDetail
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field, Tag
 
 from common.constrained.grammar import Grammar
 from common.errors import InvalidGrammarError
-from common.server.bodies import BODY, refused
-from common.server.requests.forms import by_type
+from common.server.api.bodies import BODY, refused
+from common.server.api.forms import by_type
 
 Text = Annotated[str, Field(min_length=1)]
 

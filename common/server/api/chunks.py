@@ -33,10 +33,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from common.request import FinishReason, StepOutput
-from common.server.errors import from_exception
-from common.server.replies.answer import Answer, Choice, Prompt, WireFormat
-from common.server.replies.logprobs import prompt_logprobs
-from common.server.replies.shapes import (
+from common.server.api.answer import Answer, Choice, Prompt, WireFormat
+from common.server.api.logprobs import prompt_logprobs
+from common.server.api.shapes import (
     AnswerTokens,
     ChatCompletionChunk,
     CompletionChunk,
@@ -46,7 +45,8 @@ from common.server.replies.shapes import (
     Usage,
     event,
 )
-from common.server.requests.generation import GenerationRequest, StreamOptions
+from common.server.api.wanted import GenerationRequest, StreamOptions
+from common.server.errors import from_exception
 
 ChoiceT = TypeVar("ChoiceT")
 

@@ -16,8 +16,8 @@ from pydantic.json_schema import SkipJsonSchema
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Call, Function, ToolUse
 from common.errors import InvalidGrammarError
-from common.server.bodies import BODY, refused
-from common.server.requests.forms import Other, by_kind
+from common.server.api.bodies import BODY, refused
+from common.server.api.forms import Other, by_kind
 
 logger = logging.getLogger(__name__)
 

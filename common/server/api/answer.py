@@ -17,12 +17,12 @@ import orjson
 from common.dialect import Dialect, opens_thought
 from common.hosting.async_engine import RequestStream
 from common.request import StepOutput, TokenLogprobs
+from common.server.api.call_readers import new_reader
+from common.server.api.intake import Lane
+from common.server.api.parts import Part, PartsReader, TextPart
+from common.server.api.shapes import AnswerOrigin, Logprobs, StopReason, Usage
+from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import from_exception
-from common.server.intake import Lane
-from common.server.replies.call_readers import new_reader
-from common.server.replies.parts import Part, PartsReader, TextPart
-from common.server.replies.shapes import AnswerOrigin, Logprobs, StopReason, Usage
-from common.server.requests.generation import GenerationRequest, Shown
 from common.text import Tokenizer
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic_core import from_json
 
 from common.dialect import HERMES_MARKERS, PYTHON_TAG, CallSyntax, Dialect
-from common.server.replies.parts import Part, PartsReader
+from common.server.api.parts import Part, PartsReader
 
 
 class End:
