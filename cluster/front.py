@@ -5,7 +5,7 @@ client ── HTTP ── front ──┬── replica a
                           └── replica b
 ```
 
-The front listens with the HTTP server of a single server (`common.server.connections`), so the same limits hold for
+The front listens with the HTTP server of a single server (`common.server.http.connections`), so the same limits hold for
 connections, heads and bodies. Ray's proxy could pass requests to replicas itself. But it has no such limits, routes
 before it has read the body, tries no request twice, and cuts the connection if a replica is lost. The front reads
 the body first. It holds the head of an answer back until the first byte of its body comes, so until then another
@@ -41,10 +41,9 @@ from common.errors import ShuttingDownError
 from common.memory import return_freed_memory
 from common.server.api.bodies import Bodies, says_json
 from common.server.api.stream import while_connected
-from common.server.connections import Config, ConnectionLimits
 from common.server.errors import ApiError, from_exception, unavailable
-from common.server.logs import PULSE_EVERY_S
-from common.server.middleware import (
+from common.server.http.connections import Config, ConnectionLimits
+from common.server.http.middleware import (
     REQUEST_ID,
     AllowedHosts,
     ApiKeys,
@@ -54,8 +53,9 @@ from common.server.middleware import (
     client_of,
     cors_settings,
 )
+from common.server.http.sockets import allow_open_files, bind, find_lost_peers
+from common.server.logs import PULSE_EVERY_S
 from common.server.options import CommonOptions
-from common.server.sockets import allow_open_files, bind, find_lost_peers
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from ray import serve as ray_serve
 from cluster.app import NAME, application
 from cluster.options import Plan
 from common.errors import StartupError
+from common.server.http.sockets import bind, url_of
 from common.server.run import exit_at_once
 from common.server.service import served_model_name
-from common.server.sockets import bind, url_of
 
 logger = logging.getLogger("cluster")
 

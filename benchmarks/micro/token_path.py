@@ -40,9 +40,9 @@ from common.phases import find_phase
 from common.request import Request
 from common.server.api.intake import Intake
 from common.server.app import create_app
-from common.server.backlogs import Backlog
-from common.server.middleware import RequestIds
-from common.server.sockets import bind
+from common.server.http.backlogs import Backlog
+from common.server.http.middleware import RequestIds
+from common.server.http.sockets import bind
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4
 NEW_TOKENS = 32

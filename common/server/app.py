@@ -19,11 +19,9 @@ from common.server import routes
 from common.server import state as state_routes
 from common.server.api import messages
 from common.server.api.bodies import Bodies
-from common.server.backlogs import Backlogs
 from common.server.errors import HANDLERS
-from common.server.logs import Pulse
-from common.server.metrics import Metrics
-from common.server.middleware import (
+from common.server.http.backlogs import Backlogs
+from common.server.http.middleware import (
     AllowedHosts,
     AnswerErrors,
     ApiKeys,
@@ -35,6 +33,8 @@ from common.server.middleware import (
     RootPath,
     cors_settings,
 )
+from common.server.logs import Pulse
+from common.server.metrics import Metrics
 from common.server.openapi import openapi_document
 from common.server.service import Service, served_model_name
 from common.version import project_version

@@ -32,9 +32,9 @@ from common.server.api.stream import CLIENT_LEFT, EventStream, StreamEnds, while
 from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.api.wanted import GenerationRequest
 from common.server.errors import from_exception, status_at
+from common.server.http.middleware import client_of
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_choices
-from common.server.middleware import client_of
 from common.server.service import Served, Service
 
 router = APIRouter()

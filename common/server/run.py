@@ -37,13 +37,13 @@ from common.memory import freeze, freeze_objects
 from common.observing.trace import TraceFile
 from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
-from common.server.backlogs import Backlogs
-from common.server.connections import Config, ConnectionLimits
+from common.server.http.backlogs import Backlogs
+from common.server.http.connections import Config, ConnectionLimits
+from common.server.http.middleware import AllowedHosts
+from common.server.http.sockets import allow_open_files, listen, url_of
 from common.server.logs import configure_logging, printable
-from common.server.middleware import AllowedHosts
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
-from common.server.sockets import allow_open_files, listen, url_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from common.hosting.async_engine import EngineWorker
 from common.server.api.bodies import Bodies, Body, Limits
 from common.server.api.intake import Admission, Intake
 from common.server.api.stored_responses import ResponseStore
-from common.server.backlogs import Backlogs
 from common.server.errors import unavailable
+from common.server.http.backlogs import Backlogs
 from common.server.live_view import LiveView, Recordings
 from common.server.page import render_page
 from common.version import project_version

@@ -12,10 +12,10 @@ import orjson
 import pytest
 from starlette.types import Message
 
-import common.server.middleware
+import common.server.http.middleware
 from cluster.forwarding import Forwarded, Head, Part
 from common.server.errors import unavailable
-from common.server.middleware import PaceRefusals, RequestIds
+from common.server.http.middleware import PaceRefusals, RequestIds
 from common.server.options import CommonOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.anyio]
@@ -157,7 +157,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     # In the middleware alone: servers of other tests sleep in this process, too.
     stand_in = SimpleNamespace(sleep=sleep, get_running_loop=asyncio.get_running_loop)
-    monkeypatch.setattr(common.server.middleware, "asyncio", stand_in)
+    monkeypatch.setattr(common.server.http.middleware, "asyncio", stand_in)
     return seconds
 
 

@@ -36,7 +36,7 @@ class Nodes:
 
         from cluster.lifecycle import deploy, start_ray
         from cluster.options import read_flags
-        from common.server.sockets import bind
+        from common.server.http.sockets import bind
 
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]

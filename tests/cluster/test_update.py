@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from cluster.environment import prepare
-from common.server.sockets import bind
+from common.server.http.sockets import bind
 from tests.server.support import HANG_S, eventually
 
 pytestmark = pytest.mark.cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.server.backlogs import Backlogs
+from common.server.http.backlogs import Backlogs
 from tests.faults.neighbours import Neighbours
 from tests.server.support import LocalServer, slow_but_on, with_option
 

@@ -32,8 +32,8 @@ import httpx
 import pytest
 import torch
 
-from common.server.connections import ConnectionLimits
-from common.server.sockets import allow_open_files, bind
+from common.server.http.connections import ConnectionLimits
+from common.server.http.sockets import allow_open_files, bind
 from tests.faults import breaking
 from tests.faults.breaking import MARKED
 from tests.faults.conftest import options_of

@@ -21,8 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.phases import find_phase
-from common.server import logs, sockets
+from common.server import logs
 from common.server import run as serve
+from common.server.http import sockets
 from common.server.logs import configure_logging
 from common.server.options import read_options
 from common.text import Tokenizer

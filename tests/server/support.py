@@ -37,10 +37,10 @@ from common.hosting.thread import EngineThread
 from common.models.registry import open_checkpoint
 from common.phases import find_phase, phase_names
 from common.server import run as serve
-from common.server import sockets
 from common.server.app import create_app
-from common.server.backlogs import Backlogs
-from common.server.connections import Config, ConnectionLimits
+from common.server.http import sockets
+from common.server.http.backlogs import Backlogs
+from common.server.http.connections import Config, ConnectionLimits
 from common.server.service import Service
 
 HANG_S = 120.0  # far longer than any wait on a busy machine: only a hang takes so long

@@ -21,21 +21,21 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from common.server import connections
 from common.server.api.bodies import Bodies, expire
-from common.server.backlogs import Backlogs, SlowReaderError
-from common.server.connections import (
+from common.server.errors import unavailable
+from common.server.http import connections
+from common.server.http.backlogs import Backlogs, SlowReaderError
+from common.server.http.connections import (
     MAX_PIPELINED_BYTES,
     Config,
     Connection,
     ConnectionLimits,
     TooMany,
 )
-from common.server.errors import unavailable
-from common.server.framing import EVENTS_PER_TURN, FREE_BODY_PIECES
-from common.server.middleware import OPEN_PATHS, PaceRefusals
+from common.server.http.framing import EVENTS_PER_TURN, FREE_BODY_PIECES
+from common.server.http.middleware import OPEN_PATHS, PaceRefusals
+from common.server.http.sockets import LingeringTransport, allow_open_files, find_lost_peers
 from common.server.service import Service
-from common.server.sockets import LingeringTransport, allow_open_files, find_lost_peers
 from tests.server.support import (
     HANG_S,
     HEAD,

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from common.server import metrics
-from common.server.middleware import CountAnswers
+from common.server.http.middleware import CountAnswers
 from tests.conftest import OwnPrompt
 from tests.server.support import (
     CACHING,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from common.server.middleware import AllowedHosts
+from common.server.http.middleware import AllowedHosts
 from tests.server.support import ServerProcess, app_with, assert_error, eventually
 
 ORIGIN = "https://friend.example"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-import common.server.middleware
-from common.server.middleware import PaceRefusals
+import common.server.http.middleware
+from common.server.http.middleware import PaceRefusals
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ class Sleeper:
 
 def paced(status: int, monkeypatch: pytest.MonkeyPatch, *, computing: bool = True) -> tuple[Any, Sleeper]:
     sleeper = Sleeper()
-    monkeypatch.setattr(common.server.middleware, "asyncio", sleeper)
+    monkeypatch.setattr(common.server.http.middleware, "asyncio", sleeper)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": status, "headers": []})

@@ -19,8 +19,8 @@ from common.phases import find_phase
 from common.server.api.answer import interleave
 from common.server.api.stream import EventStream
 from common.server.app import create_app
-from common.server.backlogs import Backlogs
 from common.server.errors import HANDLERS, ApiError, from_exception, status_at
+from common.server.http.backlogs import Backlogs
 from common.server.service import served_model_name
 
 # ---------------------------------------------------------------------- errors

@@ -38,8 +38,8 @@ from starlette.types import Receive, Scope, Send
 
 from common.request import StepOutput
 from common.server.api.answer import WireFormat
-from common.server.backlogs import PIECE_BYTES, Backlog, Backlogs, SlowReaderError
 from common.server.errors import ApiError
+from common.server.http.backlogs import PIECE_BYTES, Backlog, Backlogs, SlowReaderError
 
 CLIENT_LEFT = "the client left"
 

@@ -29,12 +29,12 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.server.backlogs import Backlogs, SlowReaderError, Unread
 from common.server.errors import ApiError, unavailable
-from common.server.framing import BoundedParser
+from common.server.http.backlogs import Backlogs, SlowReaderError, Unread
+from common.server.http.framing import BoundedParser
+from common.server.http.middleware import OPEN_PATHS, ip_address, refuse, without_root
+from common.server.http.sockets import SPARE_CONNECTIONS, LingeringTransport
 from common.server.logs import log_refusal
-from common.server.middleware import OPEN_PATHS, ip_address, refuse, without_root
-from common.server.sockets import SPARE_CONNECTIONS, LingeringTransport
 
 logger = logging.getLogger(__name__)
 
