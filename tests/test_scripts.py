@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from common.server.page import PAGE_PARTS, VIEWER_PARTS
+from common.server.page.page import PAGE_PARTS, VIEWER_PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 TSC = ROOT / ".clients/typescript/node_modules/.bin/tsc"
-VIEWER = ROOT / "common/server/viewer"
-PAGE = ROOT / "common/server/chat_page"
+VIEWER = ROOT / "common/server/page/viewer"
+PAGE = ROOT / "common/server/page/chat_page"
 
 # `strict` makes null a type of its own. Parameters without a type may be anything. All parts share one scope.
 RULES = ("--allowJs", "--checkJs", "--noEmit", "--strict", "--noImplicitAny", "false")

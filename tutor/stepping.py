@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import StartupError
-from common.server.page import viewer_script, viewer_style
+from common.server.page.page import viewer_script, viewer_style
 from docs.building.stepper import Setting, script, settings, stepper
 from tutor.exercise import ROOT, Exercise
 

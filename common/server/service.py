@@ -21,8 +21,8 @@ from common.server.api.intake import Admission, Intake
 from common.server.api.stored_responses import ResponseStore
 from common.server.errors import unavailable
 from common.server.http.backlogs import Backlogs
-from common.server.live_view import LiveView, Recordings
-from common.server.page import render_page
+from common.server.page.live_view import LiveView, Recordings
+from common.server.page.page import render_page
 from common.version import project_version
 
 logger = logging.getLogger(__name__)

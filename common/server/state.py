@@ -23,8 +23,8 @@ from common.server.api.shapes import (
 )
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError
-from common.server.live_view import TraceStream
-from common.server.page import PAGE_HEADERS
+from common.server.page.live_view import TraceStream
+from common.server.page.page import PAGE_HEADERS
 from common.server.service import Served, Service
 from common.version import project_version
 

@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by itself, before it loads macros
 
-from common.server.page import viewer_script, viewer_style  # noqa: E402 - needs the path
+from common.server.page.page import viewer_script, viewer_style  # noqa: E402 - needs the path
 from docs.building import stepper, terms  # noqa: E402
 
 logger = logging.getLogger("mkdocs.hooks.progress")

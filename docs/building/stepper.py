@@ -5,7 +5,7 @@ pass takes a fixed time, plus a time for each of its tokens.
 
 ```text
 docs/building/stepper.py    a file for each setting of each phase    assets/steps/p7-s4-b40-c16-long.js
-common/server/viewer        the script that draws them               assets/viewer.js, as servers have it
+common/server/page/viewer        the script that draws them               assets/viewer.js, as servers have it
 docs/assets/stepper.js      the controls; loads a file when its setting is chosen
 ```
 

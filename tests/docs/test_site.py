@@ -11,7 +11,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from common.server.page import viewer_script, viewer_style
+from common.server.page.page import viewer_script, viewer_style
 from tests.docs.support import ROOT, Page
 
 pytestmark = pytest.mark.slow  # building it takes most of a minute

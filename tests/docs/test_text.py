@@ -32,7 +32,7 @@ from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
-from common.server import live_view
+from common.server.page.page import live_view
 from docs.building import code, options
 from tests.docs.support import ROOT
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from common.server.http.backlogs import Backlogs
-from common.server.live_view import MAX_RECORDINGS
+from common.server.page.live_view import MAX_RECORDINGS
 from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
 from tests.traces import assert_valid, read_trace, requests_of
 

@@ -99,4 +99,4 @@ def viewer_style() -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files("common.server").joinpath(name).read_text("utf-8")
+    return resources.files("common.server.page").joinpath(name).read_text("utf-8")
