@@ -59,8 +59,8 @@ def crossed(package: str) -> tuple[int, int]:
     Args:
         package: the phase's package, such as `phase5_continuous`.
     """
-    from common.phases import find_phase
     from common.request import SamplingParams
+    from common.startup.phases import find_phase
 
     phase = find_phase(package)
     engine = phase.build_engine(phase.Config(model="zoo:llama-tiny", max_seq_len=128, max_batch_size=4))

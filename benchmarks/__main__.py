@@ -27,7 +27,7 @@ from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, PromptWriter, Worklo
 from common.errors import StartupError
 from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
-from common.phases import phase_names
+from common.startup.phases import phase_names
 
 PLOTS = Path("docs/assets/plots")
 DTYPES = ["auto", "float32", "bfloat16", "float16"]

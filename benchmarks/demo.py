@@ -30,7 +30,7 @@ from benchmarks.workloads import WORKLOADS, PlannedRequest, PromptWriter
 from common.errors import StartupError
 from common.models.fetch import FETCHABLE, fetch
 from common.models.registry import open_checkpoint
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
 MEASURED_MODEL = "dummy:llama-60m"

@@ -19,7 +19,7 @@ import httpx
 
 from benchmarks.client import Endpoint
 from common.errors import StartupError
-from common.phases import phase_names, phase_number, phases_in_words
+from common.startup.phases import phase_names, phase_number, phases_in_words
 
 START_TIMEOUT_S = 600.0  # a large checkpoint from a slow disk takes minutes
 STOP_TIMEOUT_S = 45.0  # longer than a server's own --shutdown-timeout

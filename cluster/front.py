@@ -38,7 +38,6 @@ from cluster.answer import Answer
 from cluster.forwarding import GENERATING, Forwarded, Whole, read_holder, read_keys, replica_lost
 from cluster.merging import HEALTH, MERGES, METRICS, health, merge
 from common.errors import ShuttingDownError
-from common.memory import return_freed_memory
 from common.server.api.bodies import Bodies, says_json
 from common.server.api.stream import while_connected
 from common.server.errors import ApiError, from_exception, unavailable
@@ -56,6 +55,7 @@ from common.server.http.middleware import (
 from common.server.http.sockets import allow_open_files, bind, find_lost_peers
 from common.server.logs import PULSE_EVERY_S
 from common.server.options import CommonOptions
+from common.startup.memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from common.engine.config import EngineConfig
-from common.phases import PhasePackage, find_phase, phase_names
 from common.server import options as server_options
 from common.server.options import CommonOptions
+from common.startup.phases import PhasePackage, find_phase, phase_names
 
 DEFAULT_PORT = 9000
 

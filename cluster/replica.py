@@ -18,14 +18,14 @@ from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
 from common.hosting.async_engine import EngineWorker
 from common.hosting.process import EngineProcess
-from common.memory import freeze_objects
-from common.phases import find_phase
 from common.server.app import create_app
 from common.server.errors import error_response, from_exception
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
 from common.server.run import SWITCH_INTERVAL_S
 from common.server.service import Service
+from common.startup.memory import freeze_objects
+from common.startup.phases import find_phase
 
 #: Gauges of a replica by field of `Load`: name and description. Ray exports them with the prefix `ray_`.
 GAUGES = {

@@ -18,8 +18,8 @@ from common.conversation import Message
 from common.engine.config import EngineConfig
 from common.engine.engine import Engine
 from common.errors import InvalidRequestError, StartupError
-from common.phases import PhasePackage, find_phase, phase_names
 from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+from common.startup.phases import PhasePackage, find_phase, phase_names
 
 PAUSED_S = 0.01  # between two looks at an engine that another thread has paused
 

@@ -40,12 +40,12 @@ def _run(words: list[str]) -> int:
 
             print_version()
         case ["serve", "-h" | "--help"]:
-            from common.phases import phase_names
             from common.server import run as serve
+            from common.startup.phases import phase_names
 
             serve.main(phase_names()[-1], ["--help"], prog="infer serve PHASE")
         case ["phases"]:
-            from common.phases import find_phase, phase_names
+            from common.startup.phases import find_phase, phase_names
 
             for phase in (find_phase(name).PHASE for name in phase_names()):
                 print(f"{phase.number}  {phase.slug:<18}  {phase.idea}")
@@ -85,7 +85,7 @@ def _run(words: list[str]) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     """Serve a phase; does not return. If it is named wrongly, say so and return the exit code 2."""
     from common.errors import StartupError
-    from common.phases import find_phase, phases_in_words
+    from common.startup.phases import find_phase, phases_in_words
 
     if not arguments:
         print(f"error: infer serve takes a phase; there are {phases_in_words()}", file=sys.stderr)

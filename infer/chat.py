@@ -335,7 +335,7 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
         yield options.url.rstrip("/").removesuffix("/v1")
         return
     from benchmarks.servers import RunningServer, Target
-    from common.phases import phase_names
+    from common.startup.phases import phase_names
 
     phase = options.phase or phase_names()[-1]
     os.environ.pop("INFER_API_KEY", None)  # the started server serves this chat only: it needs no key

@@ -25,11 +25,11 @@ from packaging.requirements import Requirement
 from benchmarks.environment import cpu_name
 from benchmarks.peers.environments import LIBRARIES
 from common.engine.config import resolve_dtype
-from common.memory import format_bytes, free_memory
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names
-from common.phases import find_phase, phase_names
 from common.server.options import ENV_PREFIX, UsageError, read_options
+from common.startup.memory import format_bytes, free_memory
+from common.startup.phases import find_phase, phase_names
 from kernels import native
 from kernels.dispatch import kernels_on
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.build import EngineBuilder
 from common.engine.engine import Phase
+from common.startup.build import EngineBuilder
 from phase4_static.cache import StaticKVCache
 from phase4_static.config import Config
 from phase4_static.runner import StaticRunner as Runner

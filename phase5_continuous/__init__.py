@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.build import EngineBuilder
 from common.engine.engine import Phase
+from common.startup.build import EngineBuilder
 from phase5_continuous.cache import SlottedKVCache
 from phase5_continuous.config import Config
 from phase5_continuous.runner import ContinuousRunner as Runner

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.build import EngineBuilder
 from common.engine.engine import Phase
+from common.startup.build import EngineBuilder
 from phase5_continuous.runner import ContinuousRunner as Runner
 from phase6_paged.cache import open_pool
 from phase6_paged.config import Config

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.build import EngineBuilder
 from common.engine.engine import Phase
+from common.startup.build import EngineBuilder
 from phase6_paged.cache import open_pool
 from phase7_chunked.config import Config
 from phase7_chunked.runner import ChunkedRunner as Runner

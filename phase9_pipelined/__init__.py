@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.build import EngineBuilder
 from common.engine.engine import Phase
+from common.startup.build import EngineBuilder
 from phase8_prefix.cache import open_pool
 from phase9_pipelined.config import Config
 from phase9_pipelined.runner import PipelinedRunner as Runner

@@ -26,7 +26,7 @@ from benchmarks.workloads import WORKLOADS, Lengths, Workload, planned_requests
 from common.engine.engine import Engine
 from common.errors import StartupError
 from common.models.registry import open_checkpoint
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from simulator.arrivals import Arrival, Unlike, arrivals_of
 from simulator.cost import Cost, Device, RooflineCost
 from simulator.engine import simulate_engine

@@ -18,7 +18,7 @@ from common.models.checkpoint import Checkpoint
 from common.models.config import ModelConfig
 from common.models.layers import CausalLM
 from common.models.registry import open_checkpoint
-from common.phases import PhasePackage, find_phase
+from common.startup.phases import PhasePackage, find_phase
 from common.text import Tokenizer
 from simulator.clock import VirtualClock
 from simulator.cost import Cost

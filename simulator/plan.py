@@ -26,7 +26,7 @@ from rich.progress import track
 
 from benchmarks.results import LOCAL, RESULTS
 from benchmarks.tables import Cell, MeasuredTable
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from simulator.arrivals import Arrival, Unlike
 from simulator.cost import Cost
 from simulator.engine import simulate_engine

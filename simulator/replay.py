@@ -23,8 +23,8 @@ from benchmarks.results import RequestRecord, Run
 from benchmarks.workloads import WORKLOADS, PlannedRequest, planned_requests
 from common.engine.config import EngineConfig
 from common.engine.engine import Engine
-from common.phases import PhasePackage, find_phase
 from common.request import Request
+from common.startup.phases import PhasePackage, find_phase
 from simulator.arrivals import Unlike
 from simulator.cost import Cost, Work
 from simulator.engine import simulate_engine

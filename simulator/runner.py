@@ -23,7 +23,7 @@ from common.engine.runner import ForwardPass, Launched, Runner, SampledPass
 from common.engine.scheduling import RowCost, Scheduler, StepPlan
 from common.request import Request, StepOutput
 from common.sampling.draw import Sampled
-from common.warm_up import ROWS
+from common.startup.warm_up import ROWS
 from phase9_pipelined import Runner as PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
 from phase10_speculative import Runner as SpeculativeRunner

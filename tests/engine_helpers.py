@@ -33,8 +33,8 @@ from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
-from common.phases import find_phase
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.phases import find_phase
 from common.text import Tokenizer
 from tests.pools import CPU, SMALLEST, assert_consistent
 

@@ -10,7 +10,7 @@ import torch
 
 from common.engine.engine import Engine
 from common.kv import KVPool, KVShape
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from phase6_paged.cache import PagedKVCachePool
 from phase8_prefix.cache import CACHE, PrefixCachingPool
 

@@ -7,7 +7,7 @@ import itertools
 import grimp
 import pytest
 
-from common.phases import phase_names
+from common.startup.phases import phase_names
 
 #: From the lowest layer to the highest. Packages of one layer do not import each other.
 LAYERS = [

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.phases import find_phase, phase_names
 from common.server import run as serve
+from common.startup.phases import find_phase, phase_names
 from infer import main
 
 ROOT = Path(__file__).parents[1]

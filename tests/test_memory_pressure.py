@@ -9,8 +9,8 @@ import pytest
 
 from common.engine.engine import Engine
 from common.models.layers import CausalLM
-from common.phases import find_phase, phase_names
 from common.request import Request
+from common.startup.phases import find_phase, phase_names
 from tests.engine_helpers import Variant, add, assert_all_free, assert_answered, build, greedy
 from tests.pools import assert_consistent, paged, shuffle_free_blocks
 

@@ -26,8 +26,8 @@ import phase7_chunked
 import phase8_prefix
 from common.engine.reference import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
-from common.phases import find_phase, phase_names
 from common.request import Request
+from common.startup.phases import find_phase, phase_names
 from phase4_static.cache import StaticKVCache
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import InvalidRequestError
-from common.phases import phase_names, phase_number
 from common.request import RequestState
+from common.startup.phases import phase_names, phase_number
 from tests.engine_helpers import (
     Bench,
     RememberingModel,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.phases import find_phase, phase_names
 from common.request import Request
+from common.startup.phases import find_phase, phase_names
 from phase9_pipelined import Runner
 from phase9_pipelined.state import MAX_IN_FLIGHT
 from tests.engine_helpers import Variant

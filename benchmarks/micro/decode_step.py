@@ -30,7 +30,7 @@ from benchmarks.peers.workers.protocol import Options, Timing
 from benchmarks.tables import Cell, MeasuredTable
 from common.errors import StartupError
 from common.models.registry import weight_bytes
-from common.phases import phase_names
+from common.startup.phases import phase_names
 
 NEW_TOKENS = 40
 PROMPT_TOKENS = 128

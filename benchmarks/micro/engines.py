@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.engine.engine import Engine
-from common.phases import find_phase
 from common.request import Request, SamplingParams
+from common.startup.phases import find_phase
 
 
 def build_engine(phase: str, **options: Any) -> Engine:

@@ -22,8 +22,8 @@ from benchmarks.micro.on_device import DEVICE, describe, measure_machine, repeat
 from benchmarks.tables import Cell, MeasuredTable
 from common.kv import KVShape, KVView, Span
 from common.models.registry import open_checkpoint
-from common.phases import find_phase
 from common.request import Request, SamplingParams
+from common.startup.phases import find_phase
 
 COLUMNS = [
     "model",

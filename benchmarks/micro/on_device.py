@@ -14,10 +14,10 @@ from benchmarks.micro.batch_size import Machine
 from benchmarks.micro.engines import build_engine, greedy
 from common.engine.config import resolve_device
 from common.engine.engine import Engine
-from common.memory import freeze_objects
 from common.models.layers import CausalLM
-from common.phases import find_phase
 from common.request import SamplingParams
+from common.startup.memory import freeze_objects
+from common.startup.phases import find_phase
 from common.text import Tokenizer
 
 COPIED_BYTES = 2**30

@@ -36,13 +36,13 @@ from common.engine.telemetry import Part
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
 from common.observing.step_parts import StepParts
-from common.phases import find_phase
 from common.request import Request
 from common.server.api.intake import Intake
 from common.server.app import create_app
 from common.server.http.backlogs import Backlog
 from common.server.http.middleware import RequestIds
 from common.server.http.sockets import bind
+from common.startup.phases import find_phase
 
 PROMPT = "Once upon a time there was a kind old bear who lived in the wood. " * 4
 NEW_TOKENS = 32

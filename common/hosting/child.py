@@ -28,10 +28,10 @@ from common.engine.scheduling import StepPlan
 from common.engine.telemetry import Counters, StepRecord
 from common.errors import EngineDeadError, StartupError
 from common.hosting.thread import EngineThread
-from common.memory import freeze_objects
 from common.models.config import ModelConfig
 from common.observing.frames import Frame
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.memory import freeze_objects
 from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)

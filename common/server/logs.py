@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from common.engine.requests import EngineFront
 from common.hosting.async_engine import EngineWorker, RequestStream
-from common.memory import return_freed_memory
 from common.server.api.answer import Answer
 from common.server.api.stream import CLIENT_LEFT
 from common.server.errors import ApiError, from_exception
+from common.startup.memory import return_freed_memory
 
 #: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
 FIELDS = "fields"

@@ -26,8 +26,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, Settin
 
 from common.dialect import ReasoningParser, ToolCallParser
 from common.engine.config import EngineConfig
-from common.phases import PhasePackage
 from common.server.errors import shorten
+from common.startup.phases import PhasePackage
 from common.version import project_version
 
 #: Type of an option with several texts. The flag is repeated or has several values, or one value has commas, as in

@@ -33,9 +33,7 @@ from common.hosting.async_engine import EngineHost, EngineWorker
 from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
 from common.hosting.thread import EngineThread
-from common.memory import freeze, freeze_objects
 from common.observing.trace import TraceFile
-from common.phases import PhasePackage, find_phase
 from common.server.app import LAST_STEP_S, create_app
 from common.server.http.backlogs import Backlogs
 from common.server.http.connections import Config, ConnectionLimits
@@ -44,6 +42,8 @@ from common.server.http.sockets import allow_open_files, listen, url_of
 from common.server.logs import configure_logging, printable
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
+from common.startup.memory import freeze, freeze_objects
+from common.startup.phases import PhasePackage, find_phase
 
 logger = logging.getLogger(__name__)
 

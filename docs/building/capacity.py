@@ -13,8 +13,8 @@ import random
 import torch
 
 from common.kv import KVShape
-from common.memory import MemoryEstimate, estimate_memory
 from common.models.registry import open_checkpoint, weight_bytes
+from common.startup.memory import MemoryEstimate, estimate_memory
 from docs.building.arithmetic import checked
 from docs.building.markdown import table
 from phase9_pipelined.config import Config

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from benchmarks.calibrate import LOADS
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from cluster.options import ClusterOptions
-from common.phases import find_phase, phase_names
 from common.server.api.chat import ChatRequest
 from common.server.api.completions import CompletionRequest
 from common.server.api.known_fields import HINTS, UNIMPLEMENTED
@@ -21,6 +20,7 @@ from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
 from common.server.api.wanted import GenerationRequest
 from common.server.options import CommonOptions, ServerOptions, flag_of
+from common.startup.phases import find_phase, phase_names
 from docs.building.markdown import table
 
 #: Attributes of a field's metadata (`annotated_types`), and how a page writes them.

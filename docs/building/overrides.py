@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from common.kv import KVShape
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from docs.building.markdown import table
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.observing.frames import StepTrace
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
 
 MAX_SEQ_LEN, BLOCK_SIZE = 128, 8

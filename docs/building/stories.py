@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.files import Together
 from benchmarks.report import columns_of, median_of
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from docs.building.charts import NOT_MEASURED, measured_cell
 from docs.building.markdown import folded, indented, table
 from docs.building.results import (

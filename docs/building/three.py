@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
-from common.phases import find_phase, phase_names
 from common.request import StepOutput
+from common.startup.phases import find_phase, phase_names
 from docs.building.markdown import table
 from docs.building.stepper import ACCEPTANCE, COST, STORIES, Setting
 from simulator import Timelines, run, simulate_engine

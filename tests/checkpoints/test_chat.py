@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from benchmarks.servers import Setup, open_server, phase_target
-from common.phases import phase_names
+from common.startup.phases import phase_names
 from tests.checkpoints.conftest import RealModel
 
 pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1200)]

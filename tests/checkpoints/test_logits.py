@@ -15,8 +15,8 @@ import torch
 from common.engine.engine import Engine
 from common.engine.reference import generate
 from common.models.layers import CausalLM
-from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.phases import find_phase, phase_names
 from tests.checkpoints.conftest import RealModel
 from tests.helpers import largest_difference, solo_logits
 

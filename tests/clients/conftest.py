@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.tables import MeasuredTable
 from common.models.registry import ZOO
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from tests.clients.support import (
     CALL_TOKENS,
     KEY,

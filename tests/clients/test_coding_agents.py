@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from common.models.registry import ZOO
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from tests.clients.forcing import ForcingProxy
 from tests.clients.support import (
     CLAUDE_CODE,

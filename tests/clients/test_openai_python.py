@@ -15,7 +15,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from common.phases import phase_names, phase_number
+from common.startup.phases import phase_names, phase_number
 from tests.clients.support import MAX_TOKENS, PROMPT, USAGE, Library, assert_same, completed, on_phases
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, rendered
 

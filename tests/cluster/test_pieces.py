@@ -26,11 +26,11 @@ from cluster.forwarding import (
 from cluster.merging import health, merge
 from cluster.scaling import replicas_for
 from common.engine.engine import Engine
-from common.phases import find_phase
 from common.server.api.shapes import event
 from common.server.app import create_app
 from common.server.errors import ApiError, unavailable
 from common.server.http.backlogs import PIECE_BYTES
+from common.startup.phases import find_phase
 
 REQUEST = Forwarded("POST", "/v1/completions", b"", ((b"content-type", b"application/json"),), b"{}")
 HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"1"))

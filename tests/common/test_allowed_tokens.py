@@ -15,10 +15,10 @@ from common.constrained.allowed_tokens import AllowedTokens, Mask, spellings
 from common.constrained.grammar import Grammar
 from common.errors import InvalidRequestError, NoTokenLeftError
 from common.models.registry import open_checkpoint
-from common.phases import phase_names
 from common.request import Request, SamplingParams
 from common.server.api.bodies import Limits, parse
 from common.server.api.completions import CompletionRequest
+from common.startup.phases import phase_names
 from common.text import Tokenizer
 from tests.engine_helpers import (
     EOS,

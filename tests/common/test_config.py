@@ -10,12 +10,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-import common.build
-import common.phases
+import common.startup.build
+import common.startup.phases
 from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
 from common.kv import KVShape, kv_bytes
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from tests.engine_helpers import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
 
 #: Defaults of every phase that has the option.
@@ -256,14 +256,14 @@ def test_what_is_no_phase_lists_what_there_is(name: int | str) -> None:
 
 
 def test_a_number_is_a_whole_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.phases, "phase_names", lambda: ["phase4_static", "phase14_later"])
+    monkeypatch.setattr(common.startup.phases, "phase_names", lambda: ["phase4_static", "phase14_later"])
     assert find_phase(4).PHASE.slug == "phase4_static"
     with pytest.raises(StartupError, match="no phase '1'"):
         find_phase(1)
 
 
 def test_a_phase_without_an_entry_point_is_named_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.phases, "phase_names", lambda: ["phase4_static"])
+    monkeypatch.setattr(common.startup.phases, "phase_names", lambda: ["phase4_static"])
     assert find_phase("phase5_continuous").PHASE.number == 5
     with pytest.raises(StartupError, match="no phase 'continuous'; there are phase4_static"):
         find_phase("continuous")

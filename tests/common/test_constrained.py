@@ -16,10 +16,10 @@ from common.constrained.grammar import Grammar, Matcher
 from common.engine.engine import Engine
 from common.errors import GrammarFailedError, InvalidGrammarError
 from common.llm import LLM
-from common.phases import find_phase, phase_names
 from common.request import Request, StepOutput
 from common.sampling.draw import sample
 from common.sampling.inputs import TokenMasks
+from common.startup.phases import find_phase, phase_names
 from tests.engine_helpers import (
     EOS,
     VOCAB,

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import common.device_defaults
-from common.device_defaults import (
+import common.startup.sizing
+from common.engine.config import GPU_SEATS, SAFE_SEQ_LEN
+from common.models.registry import open_checkpoint, weight_bytes
+from common.server.options import read_options
+from common.startup.memory import estimate_memory
+from common.startup.phases import find_phase, phase_names
+from common.startup.sizing import (
     CHUNKS,
     CONTEXT_SHARE,
     GPU_SHARE,
@@ -23,11 +28,6 @@ from common.device_defaults import (
     with_context,
     with_measured_chunk,
 )
-from common.engine.config import GPU_SEATS, SAFE_SEQ_LEN
-from common.memory import estimate_memory
-from common.models.registry import open_checkpoint, weight_bytes
-from common.phases import find_phase, phase_names
-from common.server.options import read_options
 from tests.engine_helpers import CPU, tiny_model
 
 CUDA = torch.device("cuda")
@@ -37,7 +37,7 @@ WEIGHTS = weight_bytes(MODEL, torch.bfloat16)
 
 def sized(phase: str, free: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """Return the options for a GPU with `free` GB of free memory."""
-    monkeypatch.setattr(common.device_defaults, "free_memory", lambda _: int(free * 2**30))
+    monkeypatch.setattr(common.startup.sizing, "free_memory", lambda _: int(free * 2**30))
     config = find_phase(phase).Config(**({"max_seq_len": 4096} | options))
     return sized_for(config, MODEL, torch.bfloat16, CUDA, weights=WEIGHTS)
 
@@ -74,7 +74,7 @@ def test_the_context_is_the_models_where_memory_allows_it(
         return estimate_memory(config, MODEL, torch.bfloat16, device, weights=WEIGHTS).total
 
     for free in (1, 4, 8, 16, 64, 2**14):
-        monkeypatch.setattr(common.device_defaults, "free_memory", lambda _, free=free: free * 2**30)
+        monkeypatch.setattr(common.startup.sizing, "free_memory", lambda _, free=free: free * 2**30)
 
         def served(**options: Any) -> Any:
             config = find_phase(phase).Config(**options)
@@ -167,9 +167,7 @@ def test_each_length_has_a_measurement_of_its_own(tmp_path: Path, monkeypatch: p
     model = tiny_model()
     monkeypatch.setattr(type(model), "device", CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(
-        common.device_defaults, "pass_s", lambda _, tokens: 1.0 if tokens <= longest else None
-    )
+    monkeypatch.setattr(common.startup.sizing, "pass_s", lambda _, tokens: 1.0 if tokens <= longest else None)
     chunks = []
     for longest in (512, 8192, 4096):
         given = find_phase("7").Config(max_seq_len=longest)

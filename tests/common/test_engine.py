@@ -20,10 +20,10 @@ from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError, NaNLogitsError
 from common.models.layers import CausalLM
-from common.phases import find_phase, phase_names
 from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.sampling.draw import Sampled, sample
 from common.sampling.inputs import TokenMasks
+from common.startup.phases import find_phase, phase_names
 from tests.engine_helpers import (
     EOS,
     VOCAB,

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import common.build
-import common.memory
 import common.models.layers
+import common.startup.build
+import common.startup.memory
 from common.errors import StartupError
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint, weight_bytes
-from common.phases import find_phase, phase_names
 from common.request import SamplingParams
+from common.startup.phases import find_phase, phase_names
 from kernels.int8 import quantize
 from tests.helpers import CPU, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
 
@@ -88,7 +88,7 @@ def test_weights_of_real_shapes_take_half_the_bytes(preset: str) -> None:
 
 @pytest.mark.parametrize("phase", phase_names())
 def test_every_phase_serves_it_and_says_so(phase: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "common.build")
+    caplog.set_level("INFO", "common.startup.build")
     package = find_phase(phase)
     config = package.Config(model="zoo:llama-tiny", device="cpu", max_seq_len=64, quantize="int8")
     engine = package.build_engine(config)
@@ -114,7 +114,7 @@ def test_without_native_kernels_it_is_served_as_well() -> None:
 
 
 def test_it_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.build, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(common.startup.build, "resolve_device", lambda _: torch.device("cuda"))
     package = find_phase("static")
     with pytest.raises(StartupError, match="int8 weights are for a CPU") as refused:
         package.build_engine(package.Config(model="zoo:llama-tiny", quantize="int8"))
@@ -124,7 +124,7 @@ def test_it_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_must_hold_the_weights_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     config = open_checkpoint("zoo:llama-tiny").config
     read = weight_bytes(config, torch.float32)
-    monkeypatch.setattr(common.memory, "free_memory", lambda _: read - 1)
+    monkeypatch.setattr(common.startup.memory, "free_memory", lambda _: read - 1)
     package = find_phase("static")
     with pytest.raises(StartupError, match="until they are quantized"):
         package.build_engine(

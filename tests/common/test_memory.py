@@ -13,14 +13,20 @@ import psutil
 import pytest
 import torch
 
-import common.build
-import common.device_defaults
-import common.memory
+import common.startup.build
+import common.startup.memory
+import common.startup.sizing
 from common.engine.config import EngineConfig
 from common.errors import StartupError
-from common.memory import MemoryEstimate, check_memory, control_group_room, estimate_memory, free_memory
 from common.models.registry import open_checkpoint, weight_bytes
-from common.phases import find_phase, phase_names
+from common.startup.memory import (
+    MemoryEstimate,
+    check_memory,
+    control_group_room,
+    estimate_memory,
+    free_memory,
+)
+from common.startup.phases import find_phase, phase_names
 from kernels.dispatch import HAS_TRITON
 from tests.engine_helpers import CPU, byte_tokenizer, tiny_model
 from tests.helpers import refusal_of
@@ -40,11 +46,11 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise LoadedError
 
-    monkeypatch.setattr(common.build, "load_model", load)
+    monkeypatch.setattr(common.startup.build, "load_model", load)
 
 
 def set_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    for module in (common.memory, common.device_defaults):
+    for module in (common.startup.memory, common.startup.sizing):
         monkeypatch.setattr(module, "free_memory", lambda _: count)
 
 
@@ -300,7 +306,7 @@ def test_free_memory_of_the_cpu_is_the_smaller_of_machine_and_group(
 ) -> None:
     available = psutil.virtual_memory()._replace(available=12345)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    monkeypatch.setattr(common.memory, "control_group_room", lambda: allowed)
+    monkeypatch.setattr(common.startup.memory, "control_group_room", lambda: allowed)
     assert free_memory(CPU) == free
 
 
@@ -317,9 +323,9 @@ MEASURE = """
 import dataclasses, sys
 from pathlib import Path
 import torch
-from common.memory import SAMPLING_BYTES_PER_LOGIT, estimate_memory
+from common.startup.memory import SAMPLING_BYTES_PER_LOGIT, estimate_memory
 from common.models.registry import load_model, open_checkpoint, weight_bytes
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from common.request import Request, SamplingParams
 from common.sampling.draw import sample
 

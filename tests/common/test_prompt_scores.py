@@ -10,8 +10,8 @@ import torch
 from common.engine.engine import Engine
 from common.engine.prompt_scores import ROWS
 from common.models.layers import CausalLM
-from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.phases import find_phase, phase_names
 from tests.engine_helpers import add, assert_all_free, run, tokens_of
 from tests.helpers import oracle_logits, oracle_of, zoo
 

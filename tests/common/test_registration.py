@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGE = '''"""Phase 9 again."""
 
-from common.build import EngineBuilder
+from common.startup.build import EngineBuilder
 from common.engine.engine import Phase
 from phase9_pipelined import Config, Runner, build_engine as pipelined
 from phase9_pipelined.scheduler import PipelinedScheduler

@@ -9,8 +9,8 @@ import torch
 
 from common.engine.engine import Engine
 from common.errors import RequestTimeoutError
-from common.phases import phase_names
 from common.request import Request
+from common.startup.phases import phase_names
 from tests.engine_helpers import (
     Clock,
     Operators,

@@ -17,8 +17,8 @@ import pytest
 from common.engine.engine import Engine
 from common.errors import StartupError
 from common.observing.trace import TraceBuffer, TraceFile, Tracer
-from common.phases import phase_names
 from common.request import Request
+from common.startup.phases import phase_names
 from tests.engine_helpers import add, build, greedy, run
 from tests.traces import Event, assert_valid, read_trace, requests_of
 from tests.traffic import Traffic, random_traffic

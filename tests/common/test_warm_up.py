@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import common.build
 import common.kv
 import common.models.layers
+import common.startup.build
 from common.kv import KVView
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from kernels.paged_attention import SPLIT_COLUMNS
 from tests.engine_helpers import greedy, run
 
@@ -43,7 +43,7 @@ def start(phase: str, **options: Any) -> Any:
 def test_every_kind_of_pass_runs_before_anyone_asks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     sampled: list[tuple[torch.Size, list[tuple[bool, bool]]]] = []
-    attend, sample = KVView.attend, common.build.sample
+    attend, sample = KVView.attend, common.startup.build.sample
 
     def recording_attend(self: KVView, layer: int, *args: Any, **options: Any) -> Tensor:
         if layer == 0:
@@ -56,7 +56,7 @@ def test_every_kind_of_pass_runs_before_anyone_asks(model: str, monkeypatch: pyt
         return sample(logits, requests)
 
     monkeypatch.setattr(KVView, "attend", recording_attend)
-    monkeypatch.setattr(common.build, "sample", recording_sample)
+    monkeypatch.setattr(common.startup.build, "sample", recording_sample)
     engine = start("continuous", model=model)
     prefill, decode, mixed = passes
     assert min(prefill[0]) > 1

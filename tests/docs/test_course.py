@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from docs.building import overrides, stories, three
 from tests.docs.support import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.observing.frames import StepTrace
-from common.phases import find_phase, phase_names
+from common.startup.phases import find_phase, phase_names
 from docs.building import stepper
 from simulator import Arrival, Timelines, run, simulate_engine
 from tests.browser import DESKTOP, PHONE, Tab

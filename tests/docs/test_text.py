@@ -27,12 +27,12 @@ from common.engine.scheduling import PrefillChunk, StepPlan
 from common.engine.telemetry import Telemetry
 from common.hosting import calls as engine_calls
 from common.kv import KVShape, Span, kv_bytes
-from common.memory import format_bytes
 from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint, weight_bytes
-from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.server.page.page import live_view
+from common.startup.memory import format_bytes
+from common.startup.phases import find_phase, phase_names
 from docs.building import code, options
 from tests.docs.support import ROOT
 

@@ -15,8 +15,8 @@ import torch
 from common.engine.engine import Engine
 from common.engine.reference import generate
 from common.models.layers import CausalLM, TokenBatch
-from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.phases import find_phase, phase_names
 from common.text import Tokenizer
 from tests.engine_helpers import assert_all_free
 

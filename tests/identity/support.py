@@ -26,10 +26,10 @@ from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly
 from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
-from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams
 from common.sampling.draw import Sampled
 from common.sampling.inputs import TokenMasks
+from common.startup.phases import find_phase, phase_names
 from common.text import Tokenizer
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass

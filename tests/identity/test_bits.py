@@ -14,8 +14,8 @@ from common.engine.engine import Engine
 from common.engine.reference import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
-from common.phases import find_phase, phase_names
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.phases import find_phase, phase_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODELS = ("zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.phases import phase_names
+from common.startup.phases import phase_names
 from kernels.openmp import SPIN_ROUNDS, VARIABLES
 
 ROOT = Path(__file__).parents[2]

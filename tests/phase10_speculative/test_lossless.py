@@ -14,8 +14,8 @@ from common.constrained.grammar import GrammarCompiler
 from common.engine.reference import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
-from common.phases import find_phase
 from common.request import Request, SamplingParams, StepOutput
+from common.startup.phases import find_phase
 from tests.grammars import FORMS
 from tests.phase10_speculative.support import Guess, let_guess
 

@@ -14,12 +14,12 @@ from common.device_seats import DeviceSeats
 from common.engine.engine import Engine
 from common.engine.runner import PassShare
 from common.kv import Span
-from common.memory import DRAWN_BYTES_PER_LOGIT
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
 from common.request import Request, SamplingParams
 from common.sampling.draw import choose
 from common.sampling.inputs import SamplingInputs
+from common.startup.memory import DRAWN_BYTES_PER_LOGIT
 from kernels.dispatch import HAS_TRITON
 from kernels.penalties import IN_PROMPT
 from phase8_prefix.cache import PrefixCachingPool

@@ -7,8 +7,8 @@ import pytest
 from common.constrained.grammar import Grammar
 from common.engine.telemetry import Part
 from common.observing.step_parts import StepParts
-from common.phases import find_phase
 from common.request import SamplingParams
+from common.startup.phases import find_phase
 from kernels import native
 
 pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")

@@ -15,7 +15,7 @@ from common.devices.streams import Pending, TapeStream, ThreadStream
 from common.devices.work_times import Work
 from common.engine.scheduling import StepPlan
 from common.request import Request, SamplingParams
-from common.warm_up import FEW_ROWS, capture, record
+from common.startup.warm_up import FEW_ROWS, capture, record
 from kernels import native
 from kernels.tape import Function
 from tests.engine_helpers import assert_all_free, run

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common.engine.engine import Engine
-from common.phases import find_phase
+from common.startup.phases import find_phase
 
 SECRET = "the-secret-inside-the-server"
 

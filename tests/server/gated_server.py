@@ -20,12 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common.phases import find_phase
 from common.server import logs
 from common.server import run as serve
 from common.server.http import sockets
 from common.server.logs import configure_logging
 from common.server.options import read_options
+from common.startup.phases import find_phase
 from common.text import Tokenizer
 from tests.server import gate
 from tests.server.gate import say

@@ -35,13 +35,13 @@ from common.engine.engine import Engine
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
 from common.models.registry import open_checkpoint
-from common.phases import find_phase, phase_names
 from common.server import run as serve
 from common.server.app import create_app
 from common.server.http import sockets
 from common.server.http.backlogs import Backlogs
 from common.server.http.connections import Config, ConnectionLimits
 from common.server.service import Service
+from common.startup.phases import find_phase, phase_names
 
 HANG_S = 120.0  # far longer than any wait on a busy machine: only a hang takes so long
 MODEL = "m"  # the name of the model in apps without a server

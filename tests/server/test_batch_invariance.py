@@ -11,8 +11,8 @@ from torch import Tensor
 
 import common.models.layers
 from common.engine.engine import Engine
-from common.phases import find_phase
 from common.server.app import create_app
+from common.startup.phases import find_phase
 from kernels import native
 from kernels.linear import packed_linear
 
@@ -33,11 +33,11 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 def start(dtype: str, caplog: pytest.LogCaptureFixture, **options: bool) -> tuple[Engine, str]:
     """Build a server's engine. Returns it, and the log's line about its model."""
-    caplog.set_level("INFO", "common.build")
+    caplog.set_level("INFO", "common.startup.build")
     package = find_phase("chunked")
     config = package.Config(model="zoo:llama-tiny", device="cpu", dtype=dtype, max_seq_len=256, **options)
     engine = package.build_engine(config)
-    said = (record.getMessage() for record in caplog.records if record.name == "common.build")
+    said = (record.getMessage() for record in caplog.records if record.name == "common.startup.build")
     (line,) = (line for line in said if line.startswith("loaded "))
     return engine, line
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from common import zoo
-from common.phases import find_phase
 from common.server import run as serve
 from common.server.options import ServerOptions, UsageError, read_options
+from common.startup.phases import find_phase
 from tests.server.support import ServerProcess
 
 Fail = Callable[..., str]

@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import EngineDeadError
 from common.hosting.async_engine import EngineWorker
-from common.phases import find_phase
 from common.server.http.middleware import AnswerErrors
 from common.server.logs import FIELDS, JsonLines, TextLines
 from common.server.options import read_options
 from common.server.service import fingerprint_of
+from common.startup.phases import find_phase
 from tests.engine_helpers import build, tiny_model
 from tests.server.support import (
     HANG_S,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from common.phases import find_phase
 from common.request import SamplingParams
 from common.server.page.page import conversations_at_once, render_page
+from common.startup.phases import find_phase
 from tests.browser import DESKTOP, PHONE, Tab
 from tests.server.support import LocalServer, ServerProcess, eventually, rendered
 

@@ -15,13 +15,13 @@ from fastapi.testclient import TestClient
 
 import common.errors
 from common.errors import StartupError
-from common.phases import find_phase
 from common.server.api.answer import interleave
 from common.server.api.stream import EventStream
 from common.server.app import create_app
 from common.server.errors import HANDLERS, ApiError, from_exception, status_at
 from common.server.http.backlogs import Backlogs
 from common.server.service import served_model_name
+from common.startup.phases import find_phase
 
 # ---------------------------------------------------------------------- errors
 

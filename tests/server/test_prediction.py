@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from common.phases import find_phase
 from common.server.app import create_app
+from common.startup.phases import find_phase
 from tests.server.support import MESSAGES, answer_of
 
 CHAT = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "stream": False}

@@ -27,7 +27,7 @@ from common.constrained.grammar import Grammar, Matcher
 from common.errors import StartupError
 from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
-from common.phases import find_phase
+from common.startup.phases import find_phase
 from tests.server.support import (
     BATCH,
     HANG_S,

@@ -11,8 +11,8 @@ import pytest
 from common.engine.engine import Engine
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
-from common.phases import phase_names, phase_number
 from common.request import Request, StepOutput
+from common.startup.phases import phase_names, phase_number
 from simulator import ONE_SECOND_A_PASS, simulate_engine
 from simulator.loop import params
 from tests.engine_helpers import Clock, assert_all_free, build

@@ -13,7 +13,7 @@ from benchmarks.metrics import summarize, summarize_server
 from benchmarks.workloads import WORKLOADS, planned_requests
 from common.engine.engine import Engine
 from common.engine.telemetry import StepRecord
-from common.phases import phase_names, phase_number
+from common.startup.phases import phase_names, phase_number
 from simulator import Arrival, LinearCost, Timelines, Unlike, arrivals_of, run, simulate_engine
 from simulator.observers import Summary
 from tests.engine_helpers import assert_all_free

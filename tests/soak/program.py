@@ -35,7 +35,7 @@ from rich.console import Console
 from benchmarks.results import LOCAL
 from benchmarks.servers import RunningServer, Target, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
-from common.phases import phase_names
+from common.startup.phases import phase_names
 from tests.server.support import asking_for_health
 
 MODEL = "zoo:llama-tiny"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.phases import phase_names
+from common.startup.phases import phase_names
 from tests.soak import program as soak
 from tests.soak.program import row_of
 

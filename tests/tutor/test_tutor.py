@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.phases import phase_names, phase_number
+from common.startup.phases import phase_names, phase_number
 from tests.docs.support import ROOT
 from tutor import __main__ as command_line
 from tutor import emptying, plugin

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.peers.workers.protocol import Options, SteppingWorker, main
-from common.phases import find_phase
 from common.request import SamplingParams
+from common.startup.phases import find_phase
 
 
 class Ours(SteppingWorker):

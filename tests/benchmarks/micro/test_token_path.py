@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.micro import token_path
 from benchmarks.micro.token_path import LEGS, Marks, legs_ms, measure
-from common.phases import find_phase
+from common.startup.phases import find_phase
 
 REQUESTS, TOKENS = 3, 2
 

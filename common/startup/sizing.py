@@ -24,10 +24,10 @@ import torch
 from common.engine.config import EngineConfig
 from common.engine.reference import ContiguousCache
 from common.kv import KVShape, Span
-from common.memory import estimate_memory, free_memory
 from common.models.config import ModelConfig
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, SamplingParams
+from common.startup.memory import estimate_memory, free_memory
 from kernels.native import default_cache
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 
-from common.device_defaults import log_sizes, sized_for, with_context, with_measured_chunk
 from common.devices.streams import call_apart
 from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.engine.engine import Engine, Phase
@@ -22,15 +21,16 @@ from common.engine.scheduling import Clock, Scheduler
 from common.engine.telemetry import Telemetry
 from common.errors import StartupError
 from common.kv import KVPool, KVShape, Span
-from common.memory import check_memory
 from common.models.checkpoint import Checkpoint
 from common.models.generation_config import in_words, origin_of
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.sampling.draw import sample
+from common.startup.memory import check_memory
+from common.startup.sizing import log_sizes, sized_for, with_context, with_measured_chunk
+from common.startup.warm_up import warm_up
 from common.text import Tokenizer
-from common.warm_up import warm_up
 from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.few_rows_linear import whole_sums
 from kernels.native import load_native_kernels

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import StartupError
 
 if TYPE_CHECKING:  # they import torch, which takes seconds; the names of the phases are known without it
-    from common.build import EngineBuilder
     from common.engine.config import EngineConfig
     from common.engine.engine import Phase
+    from common.startup.build import EngineBuilder
 
 GROUP = "infer.phases"
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _NAME = re.compile(r"phase(\d+)_\w+")
 
 
