@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from benchmarks.chats import CHATS
-from common.chat_template import ChatTemplate
 from common.errors import StartupError
+from common.text.chat_template import ChatTemplate
 from common.zoo.text import plain_document
 
 Arrivals = Literal["burst", "sequential", "uniform", "poisson", "turns"]
@@ -144,7 +144,7 @@ class PlannedRequest:
 
 
 class Tokenizer(Protocol):
-    """The methods of `common.text.Tokenizer` that prompts are made with."""
+    """The methods of `common.text.tokenizer.Tokenizer` that prompts are made with."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.chat_template import BREAK
-from common.conversation import Message
 from common.engine.config import EngineConfig
 from common.engine.engine import Engine
 from common.errors import InvalidRequestError, StartupError
 from common.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from common.startup.phases import PhasePackage, find_phase, phase_names
+from common.text.chat_template import BREAK
+from common.text.conversation import Message
 
 PAUSED_S = 0.01  # between two looks at an engine that another thread has paused
 

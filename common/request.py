@@ -20,7 +20,7 @@ import torch
 
 from common.constrained.allowed_tokens import AllowedTokens, Mask
 from common.constrained.grammar import Grammar, Matcher, without
-from common.text import IncrementalDetokenizer
+from common.text.tokenizer import IncrementalDetokenizer
 from common.token_counts import TokenBiases, TokenCounts
 
 FinishReason = Literal["eos", "stop", "length", "cancelled"]

@@ -19,7 +19,7 @@ from common.models.config import ModelConfig
 from common.models.layers import CausalLM
 from common.models.registry import open_checkpoint
 from common.startup.phases import PhasePackage, find_phase
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from simulator.clock import VirtualClock
 from simulator.cost import Cost
 from simulator.runner import accept, simulated

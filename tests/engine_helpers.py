@@ -35,7 +35,7 @@ from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from tests.pools import CPU, SMALLEST, assert_consistent
 
 EOS = 256

@@ -24,7 +24,7 @@ from benchmarks.tables import Cell, MeasuredTable
 from benchmarks.workloads import PromptWriter
 from common.engine.engine import Engine
 from common.request import SamplingParams
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from kernels.dispatch import kernels_on
 
 PROMPT_TOKENS = (8, 200)

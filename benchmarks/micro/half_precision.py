@@ -20,7 +20,7 @@ from common.engine.reference import generate
 from common.models.layers import CausalLM, RMSNorm
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 
 def twin(model: CausalLM) -> CausalLM:

@@ -18,7 +18,7 @@ from common.models.layers import CausalLM
 from common.request import SamplingParams
 from common.startup.memory import freeze_objects
 from common.startup.phases import find_phase
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 COPIED_BYTES = 2**30
 PEAK_SIZE = 8192  # sides of a product in which nearly all time is arithmetic

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 #: A mask of tokens: [W], words of 32 bits. Token i is allowed if bit i % 32 of word i // 32 is set.
 Mask = npt.NDArray[np.uint32]

@@ -41,7 +41,7 @@ from common.constrained.mask_share import MaskShare
 from common.constrained.mask_threads import MaskThreads, Work
 from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 #: The longest text of a grammar. The compiled grammar takes about a hundred times as many bytes.
 MAX_GRAMMAR_CHARACTERS = 65_536

@@ -6,7 +6,7 @@ functions ──┬─> chat template: `tools`, if it knows tools         ─┐
             └─> `ToolUse.grammar`: text, or calls that follow their schemas ──> masks of the next token
 ```
 
-A call is written in the syntax of the model's dialect (`common.dialect`). In the grammar of a call, the JSON Schema
+A call is written in the syntax of the model's dialect (`common.text.dialect`). In the grammar of a call, the JSON Schema
 of its arguments usually stands between the fixed texts of that syntax. (In `pythonic`, each argument has one.)
 
 | syntax | one call | several |
@@ -31,8 +31,8 @@ from pydantic_core import from_json
 from common.constrained.grammar import Grammar, check_length
 from common.constrained.schemas import asked, closed, objects_in, size
 from common.constrained.trial import JSON_OPTIONS
-from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.errors import InvalidGrammarError
+from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 
 #: Most calls in one constrained answer. Small models do not know when to stop.
 MAX_CALLS = 16

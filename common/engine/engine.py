@@ -32,7 +32,7 @@ from common.engine.telemetry import StepRecord, Telemetry
 from common.errors import EngineDeadError, RequestTimeoutError
 from common.models.layers import CausalLM
 from common.request import FinishReason, Request, RequestState, SamplingParams, StepOutput
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from kernels.dispatch import Kernels, kernels_on
 
 __all__ = ["Engine", "Phase", "StepWatcher"]

@@ -23,7 +23,7 @@ from common.engine.telemetry import Telemetry
 from common.errors import EngineDeadError, InvalidPromptError, InvalidRequestError
 from common.models.config import ModelConfig
 from common.request import Request, SamplingParams
-from common.text import IncrementalDetokenizer, Tokenizer
+from common.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from kernels.dispatch import Kernels
 
 

@@ -50,7 +50,7 @@ from common.hosting.thread import STOPPED, Deliver
 from common.models.registry import open_checkpoint
 from common.observing.frames import Frame
 from common.request import FinishReason, Request, StepOutput
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from common.chat_template import ChatTemplate
-from common.folder_vocabulary import FolderVocabulary
 from common.models.compressed import Scheme
 from common.models.config import JsonObject, ModelConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly, load_weights
-from common.text import Tokenizer
+from common.text.chat_template import ChatTemplate
+from common.text.folder_vocabulary import FolderVocabulary
+from common.text.tokenizer import Tokenizer
 
 DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
 

@@ -21,7 +21,6 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from common.errors import StartupError
-from common.folder_vocabulary import FolderVocabulary
 from common.json_file import read_json, read_json_if_there
 from common.models.checkpoint import Checkpoint, DummyCheckpoint, FolderCheckpoint
 from common.models.compressed import read_scheme
@@ -39,6 +38,7 @@ from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
 from common.models.unused import unused_in_folder
 from common.request import SamplingParams
+from common.text.folder_vocabulary import FolderVocabulary
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from common.chat_template import FOR_TOOLS
 from common.json_file import read_json_if_there
 from common.models.config import ROPE_ENTRIES, JsonObject
 from common.models.generation_config import NUMBERS, TOP_K
+from common.text.chat_template import FOR_TOOLS
 
 #: Files that are read, that repeat what those say, or that do not change what the model answers.
 _KNOWN_FILES = (

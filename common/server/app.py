@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
-from common.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.engine.engine import Engine
 from common.engine.requests import EngineFront
 from common.hosting.async_engine import EngineWorker
@@ -37,6 +36,7 @@ from common.server.logs import Pulse
 from common.server.metrics import Metrics
 from common.server.openapi import openapi_document
 from common.server.service import Service, served_model_name
+from common.text.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.version import project_version
 
 LAST_STEP_S = 5.0  # most seconds that shutdown waits for the present step, whose clients have been answered

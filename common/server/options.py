@@ -24,10 +24,10 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
-from common.dialect import ReasoningParser, ToolCallParser
 from common.engine.config import EngineConfig
 from common.server.errors import shorten
 from common.startup.phases import PhasePackage
+from common.text.dialect import ReasoningParser, ToolCallParser
 from common.version import project_version
 
 #: Type of an option with several texts. The flag is repeated or has several values, or one value has commas, as in

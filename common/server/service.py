@@ -12,7 +12,6 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
-from common.dialect import Dialect
 from common.engine.requests import EngineFront
 from common.errors import EngineDeadError
 from common.hosting.async_engine import EngineWorker
@@ -23,6 +22,7 @@ from common.server.errors import unavailable
 from common.server.http.backlogs import Backlogs
 from common.server.page.live_view import LiveView, Recordings
 from common.server.page.page import render_page
+from common.text.dialect import Dialect
 from common.version import project_version
 
 logger = logging.getLogger(__name__)

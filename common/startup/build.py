@@ -30,7 +30,7 @@ from common.sampling.draw import sample
 from common.startup.memory import check_memory
 from common.startup.sizing import log_sizes, sized_for, with_context, with_measured_chunk
 from common.startup.warm_up import warm_up
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.few_rows_linear import whole_sums
 from kernels.native import load_native_kernels

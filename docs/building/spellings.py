@@ -14,7 +14,7 @@ from common.constrained.grammar import Grammar, GrammarCompiler
 from common.engine.engine import Engine
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from docs.building.markdown import table
 from phase8_prefix import Config, build_engine
 

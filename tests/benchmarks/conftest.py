@@ -13,7 +13,7 @@ from benchmarks.metrics import summarize, summarize_server
 from benchmarks.results import Calibration, Generator, Lineup, RequestRecord, Run, ServerInfo, WorkloadInfo
 from benchmarks.workloads import PlannedRequest, PromptWriter
 from common.models.registry import ZOO
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)

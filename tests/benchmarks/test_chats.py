@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.chats import CHATS, read
 from benchmarks.workloads import CHAT_WORKLOADS, PlannedRequest, PromptWriter, build
-from common.chat_template import ChatTemplate
 from common.errors import StartupError
 from common.models.registry import ZOO
-from common.text import Tokenizer
+from common.text.chat_template import ChatTemplate
+from common.text.tokenizer import Tokenizer
 
 # name: requests, the longest answer, arrivals, rate
 TABLE = {

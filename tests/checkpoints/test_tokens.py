@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.text import IncrementalDetokenizer
+from common.text.tokenizer import IncrementalDetokenizer
 from tests.checkpoints.conftest import RealModel
 from tests.strings import strings
 

@@ -19,7 +19,7 @@ from common.request import Request, SamplingParams
 from common.server.api.bodies import Limits, parse
 from common.server.api.completions import CompletionRequest
 from common.startup.phases import phase_names
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from tests.engine_helpers import (
     EOS,
     VOCAB,

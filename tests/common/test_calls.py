@@ -29,10 +29,10 @@ from common.constrained.tool_calls import (
     told_in_messages,
     written,
 )
-from common.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from common.errors import InvalidGrammarError
 from common.server.api.call_readers import new_reader
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from tests.tool_schemas import parameters
 
 SYNTAXES: tuple[CallSyntax, ...] = ("hermes", "llama3_json", "pythonic")

@@ -16,9 +16,9 @@ from packaging.version import Version
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from common.chat_template import ChatTemplate
 from common.errors import InvalidRequestError, StartupError
 from common.models.registry import ZOO
+from common.text.chat_template import ChatTemplate
 from tests.helpers import ZOO_NAMES
 
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").iterdir()}

@@ -32,7 +32,7 @@ from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM, rope_frequencies
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from tests.common.test_loader import MEASURE
 from tests.gguf_files import (
     ARCHITECTURES,

@@ -25,7 +25,7 @@ from common.constrained.mask_threads import MASK_THREADS
 from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.models.registry import open_checkpoint
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from tests.engine_helpers import EOS, byte_tokenizer
 from tests.grammars import AMBIGUOUS, slowed
 from tests.helpers import ZOO_NAMES

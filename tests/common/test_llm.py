@@ -17,7 +17,7 @@ from common.errors import InvalidRequestError, NaNLogitsError, StartupError
 from common.llm import LLM, PAUSED_S, Completion
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, RequestState, SamplingParams, StepOutput
-from common.text import IncrementalDetokenizer
+from common.text.tokenizer import IncrementalDetokenizer
 from tests.engine_helpers import (
     EOS,
     RememberingModel,

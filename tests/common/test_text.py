@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers
 
 from common.errors import StartupError
 from common.models.registry import ZOO, open_checkpoint
-from common.text import IncrementalDetokenizer, Tokenizer
+from common.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.engine_helpers import EOS, byte_alphabet, byte_tokenizer
 from tests.helpers import ZOO_NAMES
 

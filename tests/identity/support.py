@@ -30,7 +30,7 @@ from common.request import Request, SamplingParams
 from common.sampling.draw import Sampled
 from common.sampling.inputs import TokenMasks
 from common.startup.phases import find_phase, phase_names
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
 from tests.engine_helpers import Variant

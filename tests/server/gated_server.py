@@ -26,7 +26,7 @@ from common.server.http import sockets
 from common.server.logs import configure_logging
 from common.server.options import read_options
 from common.startup.phases import find_phase
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 from tests.server import gate
 from tests.server.gate import say
 

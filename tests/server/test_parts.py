@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.models import WordLevel
 
-from common.chat_template import ChatTemplate
-from common.dialect import Dialect, opens_thought
 from common.server.api import call_readers
 from common.server.api.call_readers import End, HermesReader, LlamaReader, PythonReader, new_reader
 from common.server.api.parts import ArgumentsPart, CallPart, PartsReader, ReasoningPart, TextPart
-from common.text import Tokenizer
+from common.text.chat_template import ChatTemplate
+from common.text.dialect import Dialect, opens_thought
+from common.text.tokenizer import Tokenizer
 
 NAMES = ("weather", "add")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.dialect import Dialect
 from common.models.registry import open_checkpoint
 from common.server.api.bodies import Body, Limits, parse
 from common.server.api.chat import ChatRequest
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
 from common.server.errors import ApiError
+from common.text.dialect import Dialect
 
 LONG = "x" * 1_500_000 + "🦊"  # a wide character makes each copy four times as large
 QUESTION = {"role": "user", "content": "hi"}

@@ -22,7 +22,7 @@ from common.models.gguf.file import PLAIN, GGUFFile, GGUFTensor
 from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM
 from common.models.loader import fill_from
-from common.text import Tokenizer
+from common.text.tokenizer import Tokenizer
 
 #: The name of an architecture in GGUF files -> its `model_type`. A `llama` with a window becomes `mistral`.
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}

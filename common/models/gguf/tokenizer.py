@@ -18,9 +18,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from common.chat_template import FOR_TOOLS, ChatTemplate
 from common.errors import StartupError
 from common.models.gguf.file import GGUFFile
+from common.text.chat_template import FOR_TOOLS, ChatTemplate
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 

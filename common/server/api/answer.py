@@ -14,7 +14,6 @@ from typing import ClassVar, TypeVar
 
 import orjson
 
-from common.dialect import Dialect, opens_thought
 from common.hosting.async_engine import RequestStream
 from common.request import StepOutput, TokenLogprobs
 from common.server.api.call_readers import new_reader
@@ -23,7 +22,8 @@ from common.server.api.parts import Part, PartsReader, TextPart
 from common.server.api.shapes import AnswerOrigin, Logprobs, StopReason, Usage
 from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import from_exception
-from common.text import Tokenizer
+from common.text.dialect import Dialect, opens_thought
+from common.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Readers of tool calls, one for each syntax of `common.dialect`."""
+"""Readers of tool calls, one for each syntax of `common.text.dialect`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
-from common.dialect import HERMES_MARKERS, PYTHON_TAG, CallSyntax, Dialect
 from common.server.api.parts import Part, PartsReader
+from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, CallSyntax, Dialect
 
 
 class End:
@@ -497,7 +497,7 @@ def new_reader(
     Args:
         dialect: how the model marks thoughts and calls.
         names: names of the tools that may be called; empty: calls are not looked for.
-        thinking: the prompt ends within a thought (`common.dialect.opens_thought`).
+        thinking: the prompt ends within a thought (`common.text.dialect.opens_thought`).
     """
     if names and dialect.calls is not None:
         reader = _READERS[dialect.calls]

@@ -9,11 +9,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
-from common.chat_template import FOR_TOOLS, RESERVED, ChatTemplate
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import Function, ToolUse, behind_thought, told_in_messages
-from common.conversation import continues, joined
-from common.dialect import Dialect
 from common.errors import InvalidGrammarError, InvalidRequestError
 from common.server.api.answer_forms import naming
 from common.server.api.bodies import BODY, refused
@@ -22,6 +19,9 @@ from common.server.api.forms import refuse_other, refuse_other_parts, text_of
 from common.server.api.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
 from common.server.api.wanted import GenerationRequest, NewTokens, Whole
 from common.server.errors import shorten
+from common.text.chat_template import FOR_TOOLS, RESERVED, ChatTemplate
+from common.text.conversation import continues, joined
+from common.text.dialect import Dialect
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORT = (

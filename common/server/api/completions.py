@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from common.dialect import Dialect
 from common.server.api.answer_forms import Text
 from common.server.api.bodies import refused
 from common.server.api.wanted import GenerationRequest, Shown, TokenId, Whole, no_limit
+from common.text.dialect import Dialect
 
 #: The tag of a prompt that is a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {

@@ -35,9 +35,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from common.chat_template import BREAK
 from common.constrained.grammar import Grammar, Matcher
-from common.dialect import Dialect
 from common.engine.requests import EngineFront
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
 from common.hosting.async_engine import EngineWorker, RequestStream
@@ -48,6 +46,8 @@ from common.server.api.chat import ConversationRequest
 from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.api.wanted import GenerationRequest
 from common.server.errors import OVERLOADED, unavailable
+from common.text.chat_template import BREAK
+from common.text.dialect import Dialect
 
 #: If the matchers for all choices of a request are expected to take at most this many seconds of processor time,
 #: they are compiled in the thread that tokenizes the prompt.

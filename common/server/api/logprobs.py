@@ -17,7 +17,7 @@ from common.server.api.shapes import (
     PromptLogprob,
     PromptLogprobs,
 )
-from common.text import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from common.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 

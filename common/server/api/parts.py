@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from common.dialect import THOUGHT_MARKERS
+from common.text.dialect import THOUGHT_MARKERS
 
 _SPACE = re.compile(r"\s*")
 

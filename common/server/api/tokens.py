@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from common.dialect import Dialect
 from common.server.api.bodies import Body, Limits, check_model, refused
 from common.server.api.chat import TemplateOptions
 from common.server.api.chat_messages import Messages
 from common.server.api.wanted import TokenId
+from common.text.dialect import Dialect
 
 
 class TokenizeRequest(Body, TemplateOptions):

@@ -12,11 +12,11 @@ from pydantic import BaseModel, BeforeValidator, Field, Tag
 
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import ToolUse
-from common.dialect import Dialect
 from common.request import SamplingParams
 from common.server.api.answer_forms import ResponseFormat, StructuredOutputs
 from common.server.api.bodies import BODY, Body, Limits, check_model, refused
 from common.server.api.forms import by_type
+from common.text.dialect import Dialect
 
 
 def _whole(value: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from common.chat_template import ChatTemplate, special_tokens_of
 from common.errors import StartupError
 from common.json_file import read_json_if_there
+from common.text.chat_template import ChatTemplate, special_tokens_of
 
 _CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
 

@@ -22,9 +22,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.conversation import Accepts, Message, adapted, continues
 from common.errors import InvalidRequestError, StartupError
 from common.json_file import read_json_if_there
+from common.text.conversation import Accepts, Message, adapted, continues
 
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -180,7 +180,7 @@ class ChatTemplate:
 
         Args:
             messages: each with its `role`, and a text or a list of text parts as its `content`. They are changed
-                to what the template accepts (`common.conversation.adapted`).
+                to what the template accepts (`common.text.conversation.adapted`).
             add_generation_prompt: end with the tokens that precede an answer.
             continue_final_message: end within the last message, so that the model continues it. If both are None,
                 a last message of the assistant is continued, and any other one is answered.

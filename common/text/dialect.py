@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from common.chat_template import ChatTemplate
 from common.errors import InvalidRequestError
-from common.text import Tokenizer
+from common.text.chat_template import ChatTemplate
+from common.text.tokenizer import Tokenizer
 
 CallSyntax = Literal["hermes", "llama3_json", "pythonic"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic"] | None

@@ -11,8 +11,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from common.chat_template import BREAK, ChatTemplate
-from common.folder_vocabulary import FolderVocabulary
+from common.text.chat_template import BREAK, ChatTemplate
+from common.text.folder_vocabulary import FolderVocabulary
 
 # Each text is tokenized by the calling thread, so that its priority applies. The library's own threads help only
 # with batches.
