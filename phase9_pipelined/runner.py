@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.device_seats import DeviceSeats
 from common.devices.streams import Pending, Stream, open_stream
 from common.engine.runner import ForwardPass, Launched, PassShare, SampledPass, raise_if_fatal
 from common.engine.scheduling import StepPlan
@@ -42,6 +41,7 @@ from kernels.penalties import penalise_triton
 from kernels.transfer import move_together
 from phase7_chunked.runner import ChunkedRunner
 from phase9_pipelined.config import Config
+from phase9_pipelined.seats import DeviceSeats
 from phase9_pipelined.state import MAX_IN_FLIGHT, DecodeSlot, LaunchedPass, PipelineState
 
 logger = logging.getLogger(__name__)

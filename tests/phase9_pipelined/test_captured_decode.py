@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import common.device_seats
 import kernels.attention
 import phase9_pipelined
 import phase9_pipelined.runner
+import phase9_pipelined.seats
 from common.devices.graphs import graph_sizes
 from common.devices.streams import CudaStream, Pending, ThreadStream
 from common.request import SamplingParams
@@ -107,7 +107,7 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
 def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are drawn with each seat's own parameters and random numbers, which are sent three at a time. Cases:
     after a preemption, at a reused seat, beside requests that are sampled after the graph, and beside chunks."""
-    monkeypatch.setattr(common.device_seats, "UNIFORMS", 3)
+    monkeypatch.setattr(phase9_pipelined.seats, "UNIFORMS", 3)
     model = tiny_model()
     options = {
         "max_batch_size": 4,

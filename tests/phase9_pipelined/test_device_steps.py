@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.device_seats import DeviceSeats
 from common.engine.engine import Engine
 from common.engine.runner import PassShare
 from common.kv import Span
@@ -23,6 +22,7 @@ from common.startup.memory import DRAWN_BYTES_PER_LOGIT
 from kernels.dispatch import HAS_TRITON
 from kernels.penalties import IN_PROMPT
 from phase8_prefix.cache import PrefixCachingPool
+from phase9_pipelined.seats import DeviceSeats
 from tests.device import META, Copies, Launches, MetaStream, Peak, use_kernels
 from tests.engine_helpers import add, build
 from tests.phase9_pipelined.support import runner_of
