@@ -37,7 +37,7 @@ MEASURED_MODEL = "dummy:llama-60m"
 #: More than a static batch has seats, and few enough for a demo of three minutes with its installation.
 REQUESTS = 12
 MOST_TOKENS = 600  # limit of a story's length: the model ends nearly all of its stories before it
-#: Beginnings as in the model's training text (`common.zoo.text`), so that it can continue and end the stories.
+#: Beginnings as in the model's training text (`zoo.text`), so that it can continue and end the stories.
 PROMPTS = (
     "Once there was a young owl named Nora.",
     "Once upon a time there was a shy otter named Finn.",

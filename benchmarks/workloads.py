@@ -28,7 +28,7 @@ from typing import Literal, Protocol
 from benchmarks.chats import CHATS
 from common.errors import StartupError
 from common.text.chat_template import ChatTemplate
-from common.zoo.text import plain_document
+from zoo.text import plain_document
 
 Arrivals = Literal["burst", "sequential", "uniform", "poisson", "turns"]
 

@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.zoo import text, train
 from tests.helpers import ZOO_NAMES
+from zoo import text, train
 
 ZOO = Path(train.__file__).parent
 #: The number of query heads that share a KV head.

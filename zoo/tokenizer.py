@@ -1,4 +1,4 @@
-"""Trains the zoo's three tokenizers on text of `common.zoo.text`, each built like the tokenizers of its family.
+"""Trains the zoo's three tokenizers on text of `zoo.text`, each built like the tokenizers of its family.
 
 ===========  ==========================================================  ======================
 model        pieces                                                      begins with

@@ -1,4 +1,4 @@
-"""Train the zoo: ``python -m common.zoo.train`` writes three Hugging Face folders beside this file.
+"""Train the zoo: ``python -m zoo.train`` writes three Hugging Face folders beside this file.
 
 ``--name llama-tiny`` trains one of them. ``--minutes`` and ``--steps`` bound the training. ``--samples`` trains
 nothing, and prints texts of existing checkpoints. ``transformers`` (a development dependency) provides the model
@@ -30,9 +30,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common.zoo import text, tokenizer
+from zoo import text, tokenizer
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parents[1] / "common" / "zoo"
 CHAT_SHARE = 0.4  # of the documents; the others are plain text
 INITIAL = 0.08  # deviation of new weights, about 1 / sqrt(hidden): with 0.02 models learn far more slowly
 ROWS = 4  # in a batch: small steps, and many of them, teach the most in a few minutes
