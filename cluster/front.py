@@ -5,7 +5,8 @@ client ── HTTP ── front ──┬── replica a
                           └── replica b
 ```
 
-The front listens with the HTTP server of a single server (`common.server.http.connections`), so the same limits hold for
+The front listens with the HTTP server of a single server (`common.server.http.connections`), so the same
+limits hold for
 connections, heads and bodies. Ray's proxy could pass requests to replicas itself. But it has no such limits, routes
 before it has read the body, tries no request twice, and cuts the connection if a replica is lost. The front reads
 the body first. It holds the head of an answer back until the first byte of its body comes, so until then another

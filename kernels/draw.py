@@ -27,7 +27,8 @@ without top-k and top-p need no search.
 does not matter, so programs may add in any order, and a row's result does not depend on other rows. A token whose
 weight is below 2^-40 of the best token's weight is never drawn.
 
-**The same token as on a CPU** (`common.sampling.draw`) follows from the same weights, unless the random number or the
+**The same token as on a CPU** (`common.sampling.draw`) follows from the same weights, unless the random number
+or the
 border of a filter lies within rounding of a sum. Weights may differ in their last bits, since a GPU has its own
 exponential, and a CPU adds them as float64.
 """

@@ -2,8 +2,8 @@
 
 A penalty depends on how often a sequence has each token, and the step before has just added a token. If the host
 kept the counts, it would send the tokens of each sequence and their counts in each step. The number of these tokens
-grows, and a captured graph (`common.devices.graphs`) has fixed shapes. So each seat (a place in the batch) has a count for
-each token of the vocabulary on the device:
+grows, and a captured graph (`common.devices.graphs`) has fixed shapes. So each seat (a place in the batch) has
+a count for each token of the vocabulary on the device:
 
 ```text
                   vocabulary

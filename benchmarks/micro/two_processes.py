@@ -69,7 +69,7 @@ async def read_all(url: str, bodies: Sequence[bytes]) -> int:
 def processor_s(server: RunningServer) -> list[float]:
     """Return the processor time of the server's process and of its engine's process (0 without one), in seconds."""
     process = psutil.Process(server.pid)
-    engine = [each for each in process.children() if "engine_server" in " ".join(each.cmdline())]
+    engine = [each for each in process.children() if "hosting.child" in " ".join(each.cmdline())]
     times = [sum(each.cpu_times()[:2]) for each in (process, *engine)]
     return times if engine else [*times, 0.0]
 

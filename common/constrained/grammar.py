@@ -8,7 +8,8 @@ Grammar ──compile──> Matcher ──mask──> a bit for each token: may
 
 A matcher's state depends only on the tokens it has advanced by. So its mask may be read any number of times, and a
 preemption between two tokens does not change the mask. The library llguidance computes the masks: its parser walks
-a grammar and a trie of the vocabulary together. Masks are computed in threads of their own (`common.constrained.mask_threads`).
+a grammar and a trie of the vocabulary together. Masks are computed in threads of their own
+(`common.constrained.mask_threads`).
 """
 
 from __future__ import annotations
@@ -324,8 +325,8 @@ def without(mask: Mask, held_back: Collection[int]) -> Mask:
 class GrammarCompiler:
     """Makes matchers for one tokenizer. Any thread may call the methods.
 
-    A grammar is first tried in another process (`common.constrained.trial`), and the verdict is cached. The grammar is
-    then compiled again for each matcher. Copies of a compiled grammar would share the lexer, its lock and its
+    A grammar is first tried in another process (`common.constrained.trial`), and the verdict is cached. The grammar
+    is then compiled again for each matcher. Copies of a compiled grammar would share the lexer, its lock and its
     limits, so one answer could block or fail others.
 
     Args:

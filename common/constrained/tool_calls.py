@@ -6,7 +6,8 @@ functions ──┬─> chat template: `tools`, if it knows tools         ─┐
             └─> `ToolUse.grammar`: text, or calls that follow their schemas ──> masks of the next token
 ```
 
-A call is written in the syntax of the model's dialect (`common.text.dialect`). In the grammar of a call, the JSON Schema
+A call is written in the syntax of the model's dialect (`common.text.dialect`). In the grammar of a call, the
+JSON Schema
 of its arguments usually stands between the fixed texts of that syntax. (In `pythonic`, each argument has one.)
 
 | syntax | one call | several |

@@ -25,13 +25,13 @@ that ends afterwards, and its pool of workers ends with it.
 | a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.devices.streams` |
 | lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.api.intake` |
 | `masks`, a few | token masks of grammars | `common.constrained.mask_threads` |
-| `apart` | one function: building the engine, recording a pass; the thread ends with it | `common.devices.streams` |
+| `apart` | one function: building the engine, recording a pass; then it ends | `common.devices.streams` |
 
 On a GPU, the `engine` thread launches the kernels of all passes, in every phase. If the engine has a process of its
 own, that process's main thread reads messages, and a thread `compiling` compiles grammars (`common.hosting.child`).
 
-In a server, the engine's threads are in a process of their own by default (`common.hosting.process`). Then the event
-loop's process turns tokens into text and finds stop strings.
+In a server, the engine's threads are in a process of their own by default (`common.hosting.process`). Then the
+event loop's process turns tokens into text and finds stop strings.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Dialect:
     Attributes:
         template: renders conversations; None: the model has no template.
         calls: the syntax of its tool calls; None: the server takes no tools.
-        knows_tools: whether the chat template writes tools and calls. If not, `common.constrained.tool_calls` writes them.
+        knows_tools: whether the chat template writes tools and calls. If not, `common.constrained.tool_calls`
+            writes them.
         thinks: whether an answer may begin with thoughts.
         special: the token ids of markers that are single tokens. A grammar names these markers by their ids. If
             they are special tokens, an answer's text leaves them out unless the request says otherwise.

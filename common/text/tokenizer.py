@@ -169,8 +169,8 @@ _BYTE_LEVEL = _byte_level()
 class IncrementalDetokenizer:
     """Turns one request's tokens into text as they arrive, and cuts the text off at a stop string.
 
-    `common.engine.commit.decode` calls `add`: in the engine's thread, or in the HTTP process if the engine has a process
-    of its own.
+    `common.engine.commit.decode` calls `add`: in the engine's thread, or in the HTTP process if the engine has
+    a process of its own.
 
     Text is held back in two cases. A character's bytes may be spread over several tokens. Then nothing is decoded
     before the character is whole, or known to be broken. And decoded text that may be the start of a stop string is

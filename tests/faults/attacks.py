@@ -82,11 +82,11 @@ def role_of(command: Sequence[str]) -> str:
             return name
     if "tests.faults.attackers" in line:
         return "attackers"
-    if "engine_server" in line:
+    if "hosting.child" in line:
         return "engine"
     if "/ray/" in line or line.startswith("ray::"):
         return "Ray"
-    return "grammar trials" if "grammar" in line else "server"
+    return "grammar trials" if "constrained/trial" in line else "server"
 
 
 # ---------------------------------------------------------------------- for tests

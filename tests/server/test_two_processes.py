@@ -57,7 +57,7 @@ def engine_of(server: int) -> psutil.Process:
         found[:] = [
             child
             for child in psutil.Process(server).children()
-            if "engine_server" in " ".join(child.cmdline())
+            if "hosting.child" in " ".join(child.cmdline())
         ]
         return len(found) == 1
 

@@ -8,7 +8,8 @@ engine thread (`common.hosting.calls`)                event loop
                                                                └─> another's, full: emptied, its frames counted
 ```
 
-Watching must not slow down the engine: `common.hosting.calls` bounds the number of frames a second, and the share of
+Watching must not slow down the engine: `common.hosting.calls` bounds the number of frames a second, and the
+share of
 the engine thread's time for making them. Steps in between get no frame. A viewer that does not keep up misses
 frames and goes on with a key frame, which holds the whole state.
 
