@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from common.models.config import ModelConfig
 from common.request import Request
 from kernels.attention import attention, written_attention
 from kernels.attention_layout import AttentionLayout, Workspace
@@ -40,11 +39,6 @@ class KVShape:
     dtype: torch.dtype
     group: int = 1
 
-    @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> KVShape:
-        group = config.num_heads // config.num_kv_heads
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype, group)
-
     def allocate(
         self, blocks: int, block_size: int, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -59,11 +53,6 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-
-def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of KV memory for `tokens` tokens: 2 × layers × kv_heads × head_dim × itemsize a token."""
-    return KVShape.of(config, dtype).bytes_per_token * tokens
 
 
 class Span(NamedTuple):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.engine.runner import ForwardPass
-from common.kv import KVPool, KVShape
+from common.kv import KVPool
 from common.models.config import ModelConfig
 from common.models.registry import weight_bytes
 
@@ -157,7 +157,7 @@ class RooflineCost(Cost):
         self._flops = device.flops * device.efficiency
         self._weight_bytes = weight_bytes(model, model.dtype, int8="all" if int8 else "none")
         weights = weight_bytes(model, model.dtype) // model.dtype.itemsize
-        self._bytes_a_column = KVShape.of(model, model.dtype).bytes_per_token
+        self._bytes_a_column = model.kv_shape(model.dtype).bytes_per_token
         self._head = model.vocab_size * model.hidden_size  # multiplied only for rows whose logits are needed
         embedding = 0 if model.tie_word_embeddings else self._head  # looked up, not multiplied
         self._layers = weights - self._head - embedding

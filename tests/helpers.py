@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.engine.reference import ContiguousCache
 from common.errors import StartupError
-from common.kv import KVPool, KVShape, Span
+from common.kv import KVPool, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
@@ -162,7 +162,7 @@ def scattered(
         block_size=block_size,
         num_blocks=sum(-(-capacity // block_size) for capacity in capacities),
     )
-    pool = PagedKVCachePool(config, KVShape.of(model.config, model.dtype), model.device)
+    pool = PagedKVCachePool(config, model.config.kv_shape(model.dtype), model.device)
     shuffle_free_blocks(pool, seed)
     for capacity in capacities:
         pool.grow(pool.allocate_slot(), capacity)
@@ -187,7 +187,7 @@ def run_pass(
 
 def solo_logits(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
     """Return the logits of a sequence that is computed alone and in one pass, [T, vocab]."""
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(token_ids))
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, len(token_ids))
     request = Request(request_id="solo", prompt_token_ids=list(token_ids), params=SamplingParams())
     cache.reserve(request, len(token_ids))
     return run_pass(model, cache, [(0, token_ids)])[0]

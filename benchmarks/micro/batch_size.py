@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from benchmarks.micro import Dtype, in_turns
 from benchmarks.micro.passes import CONTEXT, Passes, load_as_served, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
-from common.kv import kv_bytes
+from common.models.config import kv_bytes
 from common.models.layers import CausalLM
 from kernels.linear import pack_linear, packed_linear
 

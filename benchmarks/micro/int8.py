@@ -25,7 +25,7 @@ from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked,
 from benchmarks.micro.prefill_profile import PARTS, REST
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, Span
+from common.kv import Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
@@ -175,7 +175,7 @@ def parts(model: str = "dummy:llama-135m", repeats: int = 30) -> Iterator[Measur
 
 def states_of(model: CausalLM, ids: Sequence[int]) -> Tensor:
     """Return the hidden states of all T positions of a text, from which the head computes logits: [T, hidden]."""
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(ids), 1)
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, len(ids), 1)
     cache.reserve(Request("text", [0], SamplingParams()), len(ids))
     view = cache.view([Span.exact(0, 0, len(ids))])
     return model.states(TokenBatch(torch.tensor(ids), view.positions, torch.arange(len(ids))), view)

@@ -20,7 +20,7 @@ from benchmarks.micro import Dtype, in_turns
 from benchmarks.micro.passes import load_as_served, milliseconds
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, Span
+from common.kv import Span
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, SamplingParams
 
@@ -30,7 +30,7 @@ class Text:
 
     def __init__(self, model: CausalLM, length: int) -> None:
         self.model = model
-        self.cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, length)
+        self.cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, length)
         self.cache.reserve(Request("text", [0], SamplingParams()), length)
 
     def next_token(self, token_ids: Sequence[int], start: int) -> int:

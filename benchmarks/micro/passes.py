@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, KVView, Span
+from common.kv import KVView, Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
@@ -27,7 +27,7 @@ class Passes:
 
     def __init__(self, model: CausalLM, batch: Sequence[int]) -> None:
         self.model = model
-        shape = KVShape.of(model.config, model.dtype)
+        shape = model.config.kv_shape(model.dtype)
         self.cache = ContiguousCache(shape, model.device, max(CONTEXT + 1, PROMPT), max(batch))
         for i in range(max(batch)):
             self.cache.reserve(Request(f"{i}", [0], SamplingParams()), CONTEXT + 1)

@@ -24,7 +24,6 @@ from benchmarks.peers.process import command, environment
 from benchmarks.peers.workers.protocol import Options
 from common.engine.config import resolve_dtype
 from common.errors import StartupError
-from common.kv import KVShape
 from common.models.checkpoint import DUMMY_SEED
 from common.models.config import ModelConfig
 from common.models.gguf.checkpoint import GGUFCheckpoint
@@ -55,7 +54,7 @@ class Weights:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return KVShape.of(self.config, self.dtype).bytes_per_token
+        return self.config.kv_shape(self.dtype).bytes_per_token
 
     def options(self, *, max_seq_len: int, max_sequences: int, kv_tokens: int, threads: int) -> Options:
         """Return the options of a worker (a process that computes with one library) that serves these weights."""

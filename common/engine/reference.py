@@ -83,7 +83,7 @@ def generate(model: CausalLM, request: Request) -> Iterator[StepOutput]:
         raise ValueError(
             f"prompt and new tokens make {request.max_total_tokens}, the model has {model.max_positions} positions"
         )
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, request.max_total_tokens)
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, request.max_total_tokens)
     cache.reserve(request, request.max_total_tokens)
     request.start_prefill()
     try:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from common.errors import StartupError
+from common.kv import KVShape
 from common.models.compressed import read_scheme
 
 #: Entries of `rope_parameters` (or `rope_scaling`) that are read. The last two are types of layers.
@@ -113,6 +114,16 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def kv_shape(self, dtype: torch.dtype) -> KVShape:
+        """Return the shape of one token's keys and values, which are stored as `dtype`."""
+        group = self.num_heads // self.num_kv_heads
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, dtype, group)
+
+
+def kv_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of KV memory for `tokens` tokens: 2 × layers × kv_heads × head_dim × itemsize a token."""
+    return config.kv_shape(dtype).bytes_per_token * tokens
 
 
 class ConfigReader:

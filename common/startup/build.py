@@ -99,7 +99,7 @@ class EngineBuilder(Generic[ConfigT]):
             check_memory(config, *made_of, weights=0)
         config = with_measured_chunk(config, model)
         log_sizes(given, config)
-        shape = KVShape.of(model.config, model.dtype)
+        shape = model.config.kv_shape(model.dtype)
         telemetry = Telemetry()
         runner = self.runner(config, model, self.pool(config, shape, model.device), telemetry)
         return Engine(
@@ -201,7 +201,7 @@ def _run_every_kind_of_pass(model: CausalLM) -> None:
     """
     columns = min(model.max_positions, SPLIT_COLUMNS + 16)
     prompt = min(8, columns - 1)
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, columns, sequences=2)
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, columns, sequences=2)
     requests = [
         Request("warm-up, greedy", [0], SamplingParams(temperature=0.0)),
         Request("warm-up, sampled", [0], SamplingParams(top_p=0.9)),

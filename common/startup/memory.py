@@ -23,7 +23,6 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.errors import StartupError
-from common.kv import KVShape
 from common.models.config import ModelConfig
 from kernels.dispatch import kernels_on
 from kernels.paged_attention import SPLIT_COLUMNS
@@ -71,7 +70,7 @@ def estimate_memory(
         device: the model's device.
         weights: bytes that the weights will take; 0 if they are loaded already.
     """
-    kv_cache = config.kv_tokens() * KVShape.of(model, dtype).bytes_per_token
+    kv_cache = config.kv_tokens() * model.kv_shape(dtype).bytes_per_token
     per_token = _activation_bytes_per_token(model, dtype, device)
     per_logit = DRAWN_BYTES_PER_LOGIT if kernels_on(device) == "triton" else SAMPLING_BYTES_PER_LOGIT
     # Graphs share the scratch memory of the largest graph, with logits and scores for penalties, and a buffer to

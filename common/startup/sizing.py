@@ -23,7 +23,7 @@ import torch
 
 from common.engine.config import EngineConfig
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, Span
+from common.kv import Span
 from common.models.config import ModelConfig
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, SamplingParams
@@ -168,7 +168,7 @@ def pass_s(model: CausalLM, tokens: int) -> float | None:
     """
     if tokens > model.max_positions:
         return None
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, tokens)
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, tokens)
     cache.reserve(Request("measured", [0], SamplingParams()), tokens)
     view = cache.view([Span.exact(0, 0, tokens)])
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=model.device)

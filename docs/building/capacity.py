@@ -12,7 +12,6 @@ import random
 
 import torch
 
-from common.kv import KVShape
 from common.models.registry import open_checkpoint, weight_bytes
 from common.startup.memory import MemoryEstimate, estimate_memory
 from docs.building.arithmetic import checked
@@ -58,7 +57,7 @@ def most_sequences(context: int) -> int:
 
 def token_bytes() -> int:
     shape = _checkpoint().config
-    return KVShape.of(shape, shape.dtype).bytes_per_token
+    return shape.kv_shape(shape.dtype).bytes_per_token
 
 
 def capacity_by_hand() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, Span
+from common.kv import Span
 from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
@@ -57,7 +57,7 @@ def _logits() -> torch.Tensor:
     device = torch.device("cpu")
     model = load_model(checkpoint, device=device, dtype=torch.float32, max_positions=256)
     ids = checkpoint.tokenizer().encode(PROMPT)
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), device, len(ids))
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), device, len(ids))
     cache.reserve(Request("prompt", ids, SamplingParams()), len(ids))
     view = cache.view([Span.exact(0, 0, len(ids))])
     logits: torch.Tensor = model(

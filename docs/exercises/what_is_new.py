@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, Span
+from common.kv import Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
@@ -45,7 +45,7 @@ def model() -> CausalLM:
 
 
 def logits_of(model: CausalLM, most: int) -> torch.Tensor:
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(TEXT))
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, len(TEXT))
     cache.reserve(Request("text", TEXT, SamplingParams()), len(TEXT))
     for _ in TEXT:
         held = cache.get_seq_len(0)
@@ -62,7 +62,7 @@ def logits_of(model: CausalLM, most: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 9, 10, 100])
 def test_pieces_of_any_size_give_the_logits_of_the_whole(model: CausalLM, most: int) -> None:
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, len(TEXT))
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, len(TEXT))
     cache.reserve(Request("text", TEXT, SamplingParams()), len(TEXT))
     view = cache.view([Span.exact(0, 0, len(TEXT))])
     last = torch.tensor([len(TEXT) - 1])

@@ -14,7 +14,7 @@ import common.startup.build
 import common.startup.phases
 from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
-from common.kv import KVShape, kv_bytes
+from common.kv import kv_bytes
 from common.startup.phases import find_phase, phase_names
 from tests.engine_helpers import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
 
@@ -206,8 +206,8 @@ def test_this_cpus_instructions_are_known_by_the_names_we_ask_for() -> None:
 def test_kv_bytes_is_keys_and_values_of_every_layer() -> None:
     config = model_config(num_kv_heads=3, head_dim=20)
     assert kv_bytes(config, 100, torch.bfloat16) == 2 * 2 * 3 * 20 * 100 * 2
-    assert KVShape.of(config, torch.float32).bytes_per_token == 2 * 2 * 3 * 20 * 4
-    keys, values = KVShape.of(config, torch.float32).allocate(5, 7, CPU)
+    assert config.kv_shape(torch.float32).bytes_per_token == 2 * 2 * 3 * 20 * 4
+    keys, values = config.kv_shape(torch.float32).allocate(5, 7, CPU)
     assert sum(t.nbytes for t in (*keys, *values)) == kv_bytes(config, 35, torch.float32)
     assert {tuple(t.shape) for t in (*keys, *values)} == {(5, 7, 3, 20)}
 

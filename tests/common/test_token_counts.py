@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.token_counts import TokenCounts
+from common.request import TokenCounts
 
 
 def entries(counts: TokenCounts) -> list[tuple[int, int]]:

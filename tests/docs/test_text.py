@@ -229,7 +229,7 @@ def test_the_shapes_on_the_page_are_those_of_a_pass() -> None:
 
     for name in linear:
         modules[name].register_forward_hook(functools.partial(note, name))
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, 256, 3)
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, 256, 3)
     for name in "ABC":
         cache.reserve(Request(name, [0], SamplingParams()), 256)
     cache.advance([Span.exact(0, 0, 131), Span.exact(1, 0, 7)])

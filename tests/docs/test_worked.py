@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.engine.reference import ContiguousCache
-from common.kv import KVShape, Span
+from common.kv import Span
 from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
 from common.models.loader import checkpoint_tensors
@@ -63,7 +63,7 @@ def model() -> CausalLM:
 
 def logits_of(model: CausalLM, pieces: list[list[int]]) -> torch.Tensor:
     """Compute a text in pieces, with a cache. Returns the logits of each piece's last token."""
-    cache = ContiguousCache(KVShape.of(model.config, model.dtype), model.device, 16)
+    cache = ContiguousCache(model.config.kv_shape(model.dtype), model.device, 16)
     cache.reserve(Request("text", [0], SamplingParams()), 16)
     found, start = [], 0
     for piece in pieces:
