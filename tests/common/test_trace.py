@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -267,47 +266,3 @@ def test_a_file_has_every_step_that_is_over(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match=r"--trace .*: (No such file|Is a directory)"):
         TraceFile(tmp_path / name)
-
-
-# ---------------------------------------------------------------------- the rules catch mistakes
-
-
-def swap_ends(events: list[Event]) -> None:
-    ends = [i for i, e in enumerate(events) if e["ph"] == "e"][-2:]
-    events[ends[0]]["name"], events[ends[1]]["name"] = events[ends[1]]["name"], events[ends[0]]["name"]
-
-
-def drop_an_end(events: list[Event]) -> None:
-    del events[max(i for i, e in enumerate(events) if e["ph"] == "e")]
-
-
-def begin_again(events: list[Event]) -> None:
-    events += [e for e in events if e["ph"] in "bne"]
-
-
-def go_back(events: list[Event]) -> None:
-    [e for e in events if e["name"].startswith("step ")][-1]["ts"] = 0.0
-
-
-def outlast(events: list[Event]) -> None:
-    next(e for e in events if e["name"] == "commit")["dur"] += 1e6
-
-
-def forget_a_name(events: list[Event]) -> None:
-    del events[1]
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [swap_ends, drop_an_end, begin_again, go_back, outlast, forget_a_name],
-    ids=lambda f: f.__name__,
-)
-def test_a_mistake_in_a_trace_is_caught(mistake: Callable[[list[Event]], None]) -> None:
-    engine = build("phase5_continuous", clock=time.monotonic)
-    with recorded(engine) as events:
-        add(engine, "abc", greedy(4))
-        run(engine)
-    wrong = copy.deepcopy(events)
-    mistake(wrong)
-    with pytest.raises(AssertionError):
-        assert_valid(wrong)
