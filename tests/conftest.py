@@ -113,7 +113,7 @@ def quick_interpreter() -> Iterator[None]:
     """Make Triton's interpreter quicker, where it computes."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
-            from tests.kernels.triton_interpreter import prepare_functions_once  # after the settings above
+            from tests.support.triton_interpreter import prepare_functions_once  # after the settings above
 
             prepare_functions_once(monkeypatch)
         yield
@@ -128,7 +128,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def llama() -> CausalLM:
     """A small Llama with random weights under which every token of the prompt matters."""
-    from tests.engine_helpers import tiny_model  # after the settings above
+    from tests.support.engines import tiny_model  # after the settings above
 
     return tiny_model()
 

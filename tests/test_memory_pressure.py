@@ -11,8 +11,8 @@ from common.engine.engine import Engine
 from common.models.layers import CausalLM
 from common.request import Request
 from common.startup.phases import find_phase, phase_names
-from tests.engine_helpers import Variant, add, assert_all_free, assert_answered, build, greedy
-from tests.pools import assert_consistent, paged, shuffle_free_blocks
+from tests.support.engines import Variant, add, assert_all_free, assert_answered, build, greedy
+from tests.support.pools import assert_consistent, paged, shuffle_free_blocks
 
 BLOCK_SIZE = 4
 AMPLE = 400

@@ -32,7 +32,7 @@ from phase4_static.cache import StaticKVCache
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
 from phase8_prefix.cache import PrefixCachingPool
-from tests.engine_helpers import CPU, greedy
+from tests.support.engines import CPU, greedy
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 4
 SHAPE = KVShape(LAYERS, KV_HEADS, HEAD_DIM, torch.float32)

@@ -7,7 +7,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.request import RequestState
 from common.startup.phases import phase_names, phase_number
-from tests.engine_helpers import (
+from tests.support.engines import (
     Bench,
     RememberingModel,
     Variant,

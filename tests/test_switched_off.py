@@ -11,7 +11,7 @@ import pytest
 from common.engine.engine import Engine
 from common.engine.scheduling import StepPlan
 from common.request import SamplingParams, StepOutput
-from tests.engine_helpers import RememberingModel, Variant, greedy, ids
+from tests.support.engines import RememberingModel, Variant, greedy, ids
 
 #: Each phase's option, and the phase before.
 SWITCHES = {

@@ -11,10 +11,10 @@ from common.request import Request
 from common.startup.phases import find_phase, phase_names
 from phase9_pipelined import Runner
 from phase9_pipelined.state import MAX_IN_FLIGHT
-from tests.engine_helpers import Variant
-from tests.phase9_pipelined.support import ManualStream
-from tests.phase10_speculative.support import by_rule, let_guess
-from tests.traffic import Traffic, answer, assert_everything_happened, random_traffic
+from tests.support.drafts import by_rule, let_guess
+from tests.support.engines import Variant
+from tests.support.streams import ManualStream
+from tests.support.traffic import Traffic, answer, assert_everything_happened, random_traffic
 
 #: Memory for little more than one sequence of 40 tokens. A phase gets those of the options that it has.
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3}

@@ -18,8 +18,16 @@ from common.llm import LLM
 from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
-from tests.gguf_files import save_gguf
-from tests.helpers import draw_ids, largest_difference, load, oracle_logits, oracle_of, solo_logits, zoo
+from tests.support.gguf_files import save_gguf
+from tests.support.models import (
+    draw_ids,
+    largest_difference,
+    load,
+    oracle_logits,
+    oracle_of,
+    solo_logits,
+    zoo,
+)
 
 TINY: dict[str, Any] = {
     "vocab_size": 1300,  # more than the dummy's tokenizer has

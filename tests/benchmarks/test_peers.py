@@ -28,8 +28,8 @@ from common.errors import StartupError
 from common.kv import KVShape
 from common.models.registry import open_checkpoint
 from tests.benchmarks.conftest import plan, planned
-from tests.gguf_files import save_gguf
-from tests.helpers import zoo
+from tests.support.gguf_files import save_gguf
+from tests.support.models import zoo
 
 
 def counted(prompt: list[int], max_tokens: int) -> Iterator[int]:

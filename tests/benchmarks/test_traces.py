@@ -18,7 +18,7 @@ from benchmarks.workloads import PromptWriter
 from tests.benchmarks.test_compare import run_comparison
 from tests.benchmarks.test_servers import fake_target
 from tests.server.support import ServerProcess
-from tests.traces import assert_valid, read_trace, requests_of
+from tests.support.traces import assert_valid, read_trace, requests_of
 
 EVENTS = [{"ph": "M", "name": "é", "pid": 1}, *({"ph": "C", "ts": i, "name": "n" * 50} for i in range(40))]
 

@@ -32,7 +32,7 @@ from benchmarks.peers.workers.protocol import Options, SteppingWorker
 from common.engine.reference import generate
 from common.errors import StartupError
 from common.request import Request, SamplingParams
-from tests.helpers import load, zoo
+from tests.support.models import load, zoo
 
 PROMPTS = [[5, 9, 11], [7, 3], [100, 200, 300, 400]]
 NEW = 6

@@ -18,7 +18,7 @@ from common.models.fetch import FETCHABLE, fetch
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.text.tokenizer import Tokenizer
-from tests.helpers import CPU, oracle_logits
+from tests.support.models import CPU, oracle_logits
 
 MAX_POSITIONS = 2304
 

@@ -18,7 +18,7 @@ from common.models.layers import CausalLM
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase, phase_names
 from tests.checkpoints.conftest import RealModel
-from tests.helpers import largest_difference, solo_logits
+from tests.support.models import largest_difference, solo_logits
 
 pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1800)]
 

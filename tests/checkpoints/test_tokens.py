@@ -8,7 +8,7 @@ import pytest
 
 from common.text.tokenizer import IncrementalDetokenizer
 from tests.checkpoints.conftest import RealModel
-from tests.strings import strings
+from tests.support.strings import strings
 
 pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1200)]
 

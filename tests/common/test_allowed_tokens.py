@@ -20,7 +20,7 @@ from common.server.api.bodies import Limits, parse
 from common.server.api.completions import CompletionRequest
 from common.startup.phases import phase_names
 from common.text.tokenizer import Tokenizer
-from tests.engine_helpers import (
+from tests.support.engines import (
     EOS,
     VOCAB,
     RememberingModel,
@@ -36,7 +36,7 @@ from tests.engine_helpers import (
     text_of,
     tokens_of,
 )
-from tests.helpers import ZOO_NAMES
+from tests.support.models import ZOO_NAMES
 
 
 def tokens_in(mask: Mask) -> set[int]:

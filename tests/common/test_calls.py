@@ -33,7 +33,7 @@ from common.errors import InvalidGrammarError
 from common.server.api.call_readers import new_reader
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
-from tests.tool_schemas import parameters
+from tests.support.tool_schemas import parameters
 
 SYNTAXES: tuple[CallSyntax, ...] = ("hermes", "llama3_json", "pythonic")
 MARKERS = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG)

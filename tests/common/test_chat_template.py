@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from common.errors import InvalidRequestError, StartupError
 from common.models.registry import ZOO
 from common.text.chat_template import ChatTemplate
-from tests.helpers import ZOO_NAMES
+from tests.support.models import ZOO_NAMES
 
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").iterdir()}
 QUESTION = {"role": "user", "content": " What <b>is</b> “this”, & why?\n"}

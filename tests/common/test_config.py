@@ -16,7 +16,7 @@ from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
 from common.kv import kv_bytes
 from common.startup.phases import find_phase, phase_names
-from tests.engine_helpers import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
+from tests.support.engines import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
 
 #: Defaults of every phase that has the option.
 DEFAULTS: dict[str, Any] = {

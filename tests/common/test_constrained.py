@@ -20,7 +20,7 @@ from common.request import Request, StepOutput
 from common.sampling.draw import sample
 from common.sampling.inputs import TokenMasks
 from common.startup.phases import find_phase, phase_names
-from tests.engine_helpers import (
+from tests.support.engines import (
     EOS,
     VOCAB,
     RememberingModel,
@@ -34,7 +34,7 @@ from tests.engine_helpers import (
     text_of,
     tokens_of,
 )
-from tests.grammars import slowed
+from tests.support.grammars import slowed
 
 
 @pytest.fixture(params=phase_names())

@@ -28,7 +28,7 @@ from common.startup.sizing import (
     with_context,
     with_measured_chunk,
 )
-from tests.engine_helpers import CPU, tiny_model
+from tests.support.engines import CPU, tiny_model
 
 CUDA = torch.device("cuda")
 MODEL = open_checkpoint("dummy:llama-3.2-1b").config

@@ -1,6 +1,6 @@
 """The engine's step: its order, its outputs, the ends of requests, and the requests that a failure affects.
 
-Most engines here have a `RememberingModel` (`tests.engine_helpers`): a wrong address or a stale column changes its
+Most engines here have a `RememberingModel` (`tests.support.engines`): a wrong address or a stale column changes its
 tokens, and a test can make any pass fail. Where numbers matter, a small Llama with random weights runs.
 """
 
@@ -24,7 +24,7 @@ from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.sampling.draw import Sampled, sample
 from common.sampling.inputs import TokenMasks
 from common.startup.phases import find_phase, phase_names
-from tests.engine_helpers import (
+from tests.support.engines import (
     EOS,
     VOCAB,
     Clock,

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.models.registry import open_checkpoint
-from tests.helpers import ZOO_NAMES, refusal_of, save_tiny, zoo
-from tests.strings import strings
+from tests.support.models import ZOO_NAMES, refusal_of, save_tiny, zoo
+from tests.support.strings import strings
 
 
 def folder_of(

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from common.errors import StartupError
 from common.llm import LLM
 from common.models.config import LinearScaling
-from common.models.gguf.checkpoint import file as gguf_file
+from common.models.gguf import file as gguf_file
 from common.models.gguf.file import READABLE, GGUFFile
 from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM, rope_frequencies
@@ -34,7 +34,7 @@ from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from common.text.tokenizer import Tokenizer
 from tests.common.test_loader import MEASURE
-from tests.gguf_files import (
+from tests.support.gguf_files import (
     ARCHITECTURES,
     add_sentencepiece,
     add_tokenizer,
@@ -44,8 +44,8 @@ from tests.gguf_files import (
     save_tensor,
     train_sentencepiece,
 )
-from tests.helpers import draw_ids, largest_difference, load, refusal_of, save_tiny, solo_logits, zoo
-from tests.strings import strings
+from tests.support.models import draw_ids, largest_difference, load, refusal_of, save_tiny, solo_logits, zoo
+from tests.support.strings import strings
 
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}

@@ -26,9 +26,9 @@ from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.models.registry import open_checkpoint
 from common.text.tokenizer import Tokenizer
-from tests.engine_helpers import EOS, byte_tokenizer
-from tests.grammars import AMBIGUOUS, slowed
-from tests.helpers import ZOO_NAMES
+from tests.support.engines import EOS, byte_tokenizer
+from tests.support.grammars import AMBIGUOUS, slowed
+from tests.support.models import ZOO_NAMES
 
 PIECES = [b"ab", b"abc", b"bc", "é".encode(), "é".encode()[1:] + b"a", b"\n\n"]
 COMPILER = GrammarCompiler(byte_tokenizer(PIECES), [EOS])

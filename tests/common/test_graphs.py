@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.devices.graphs import MOST_ROWS, graph_sizes
-from tests.graphs import StandIns
+from tests.support.graphs import StandIns
 
 
 def double(rows: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import SamplingParams
 from common.startup.phases import find_phase, phase_names
 from kernels.int8 import quantize
-from tests.helpers import CPU, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+from tests.support.models import CPU, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
 
 IDS = draw_ids(40)
 WEIGHTS = "model.safetensors"

@@ -16,7 +16,7 @@ import common.engine.runner
 from common.engine.engine import Engine
 from common.llm import LLM
 from common.request import StepOutput
-from tests.engine_helpers import (
+from tests.support.engines import (
     RememberingModel,
     add,
     assert_all_free,

@@ -18,7 +18,7 @@ from common.llm import LLM, PAUSED_S, Completion
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, RequestState, SamplingParams, StepOutput
 from common.text.tokenizer import IncrementalDetokenizer
-from tests.engine_helpers import (
+from tests.support.engines import (
     EOS,
     RememberingModel,
     build,
@@ -29,7 +29,7 @@ from tests.engine_helpers import (
     solo,
     tiny_model,
 )
-from tests.helpers import refusal_of, solo_logits
+from tests.support.models import refusal_of, solo_logits
 
 PHASES = ("static", "continuous")
 

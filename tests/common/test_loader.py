@@ -19,7 +19,7 @@ from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.loader import checkpoint_tensors, find_tensors
 from common.models.registry import parse_config
-from tests.helpers import (
+from tests.support.models import (
     ARCHITECTURES,
     draw_ids,
     load,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common.models.registry import default_params, load_model, open_checkpoint
-from tests.gguf_files import save_gguf
-from tests.helpers import CPU, refusal_of, save_tiny, zoo
+from tests.support.gguf_files import save_gguf
+from tests.support.models import CPU, refusal_of, save_tiny, zoo
 
 #: The tokenizers library panics: it cuts a prefix off that is longer than the merged token.
 PANIC = {

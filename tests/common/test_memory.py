@@ -28,8 +28,8 @@ from common.startup.memory import (
 )
 from common.startup.phases import find_phase, phase_names
 from kernels.dispatch import HAS_TRITON
-from tests.engine_helpers import CPU, byte_tokenizer, tiny_model
-from tests.helpers import refusal_of
+from tests.support.engines import CPU, byte_tokenizer, tiny_model
+from tests.support.models import refusal_of
 
 GB = 2**30
 CUDA = torch.device("cuda")

@@ -23,7 +23,7 @@ from common.models.config import (
 )
 from common.models.presets import PRESETS
 from common.models.registry import parse_config
-from tests.helpers import ARCHITECTURES, as_transformers_4, refusal_of
+from tests.support.models import ARCHITECTURES, as_transformers_4, refusal_of
 
 #: Published config.json files, written by transformers 4, without entries that do not concern the shape.
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -24,8 +24,8 @@ from common.models.layers import CausalLM, Linear, RotaryTable, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
 from kernels import native
-from tests.engine_helpers import Operators, tiny_model
-from tests.helpers import (
+from tests.support.engines import Operators, tiny_model
+from tests.support.models import (
     ARCHITECTURES,
     ZOO_NAMES,
     as_transformers_4,

@@ -12,8 +12,8 @@ from common.engine.prompt_scores import ROWS
 from common.models.layers import CausalLM
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase, phase_names
-from tests.engine_helpers import add, assert_all_free, run, tokens_of
-from tests.helpers import oracle_logits, oracle_of, zoo
+from tests.support.engines import add, assert_all_free, run, tokens_of
+from tests.support.models import oracle_logits, oracle_of, zoo
 
 PROMPTS = [
     [(7 * i + j * j) % 500 + 3 for j in range(length)] for i, length in enumerate((150, 2, 33, 64, 65))

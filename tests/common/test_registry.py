@@ -24,7 +24,7 @@ from common.models.layers import CausalLM
 from common.models.presets import PRESETS
 from common.models.registry import ARCHITECTURES, default_params, load_model, open_checkpoint, weight_bytes
 from common.request import SamplingParams
-from tests.helpers import (
+from tests.support.models import (
     CPU,
     ZOO_NAMES,
     draw_ids,

@@ -11,7 +11,7 @@ from common.engine.engine import Engine
 from common.errors import RequestTimeoutError
 from common.request import Request
 from common.startup.phases import phase_names
-from tests.engine_helpers import (
+from tests.support.engines import (
     Clock,
     Operators,
     add,

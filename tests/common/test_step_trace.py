@@ -14,7 +14,7 @@ from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.observing.frames import KEY_EVERY, WAITING_NAMED, FrameMaker, StepTrace
 from common.request import StepOutput
-from tests.engine_helpers import EOS, add, build, chained, continuation, greedy, run
+from tests.support.engines import EOS, add, build, chained, continuation, greedy, run
 
 PHASES = ["static", "continuous", "paged", "chunked", "prefix", "pipelined"]
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 22, "max_seq_len": 48}

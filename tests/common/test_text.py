@@ -20,8 +20,8 @@ from tokenizers import decoders, models, normalizers
 from common.errors import StartupError
 from common.models.registry import ZOO, open_checkpoint
 from common.text.tokenizer import IncrementalDetokenizer, Tokenizer
-from tests.engine_helpers import EOS, byte_alphabet, byte_tokenizer
-from tests.helpers import ZOO_NAMES
+from tests.support.engines import EOS, byte_alphabet, byte_tokenizer
+from tests.support.models import ZOO_NAMES
 
 FAMILY = "👨‍👩‍👧"  # three people and two joiners: 18 bytes
 

@@ -18,9 +18,9 @@ from common.errors import StartupError
 from common.observing.trace import TraceBuffer, TraceFile, Tracer
 from common.request import Request
 from common.startup.phases import phase_names
-from tests.engine_helpers import add, build, greedy, run
-from tests.traces import Event, assert_valid, read_trace, requests_of
-from tests.traffic import Traffic, random_traffic
+from tests.support.engines import add, build, greedy, run
+from tests.support.traces import Event, assert_valid, read_trace, requests_of
+from tests.support.traffic import Traffic, random_traffic
 
 PHASES = phase_names()
 TIGHT = {"block_size": 2, "num_blocks": 24}  # some are preempted

@@ -20,7 +20,7 @@ import common.startup.build
 from common.kv import KVView
 from common.startup.phases import find_phase, phase_names
 from kernels.paged_attention import SPLIT_COLUMNS
-from tests.engine_helpers import greedy, run
+from tests.support.engines import greedy, run
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {
@@ -114,7 +114,7 @@ def collect_compilations() -> None:
     import kernels.paged_attention
     import kernels.rms_norm
     import kernels.rope
-    from tests.compilations import collect
+    from tests.support.compilations import collect
 
     torch.set_num_threads(1)
     found = collect()

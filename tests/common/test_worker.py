@@ -18,7 +18,7 @@ from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
 from common.request import Request, StepOutput
-from tests.engine_helpers import (
+from tests.support.engines import (
     TIMEOUT_S,
     Gate,
     RememberingModel,

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import ZOO_NAMES
+from tests.support.models import ZOO_NAMES
 from zoo import text, train
 
 ZOO = Path(train.__file__).parent

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import tab
 from tests.docs.support import ROOT, Page, read_page
+from tests.support.browser import tab
 
 __all__ = ["tab"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import PHONE, Tab
+from tests.support.browser import PHONE, Tab
 
 pytestmark = pytest.mark.browser
 

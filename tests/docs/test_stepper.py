@@ -12,7 +12,7 @@ from common.observing.frames import StepTrace
 from common.startup.phases import find_phase, phase_names
 from docs.building import stepper
 from simulator import Arrival, Timelines, run, simulate_engine
-from tests.browser import DESKTOP, PHONE, Tab
+from tests.support.browser import DESKTOP, PHONE, Tab
 
 browser = pytest.mark.browser
 

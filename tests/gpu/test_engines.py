@@ -18,7 +18,7 @@ from common.models.layers import CausalLM, TokenBatch
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase, phase_names
 from common.text.tokenizer import Tokenizer
-from tests.engine_helpers import assert_all_free
+from tests.support.engines import assert_all_free
 
 MODELS = ("zoo:llama-tiny", "zoo:qwen3-tiny", "zoo:gemma3-tiny")
 #: On a CPU one model is enough: the interpreter takes seconds for a step.

@@ -33,7 +33,7 @@ from common.startup.phases import find_phase, phase_names
 from common.text.tokenizer import Tokenizer
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
-from tests.engine_helpers import Variant
+from tests.support.engines import Variant
 
 MAX_SEQ_LEN = 384
 MAX_POSITIONS = 1600  # of the trained models

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from common.request import SamplingParams
-from tests.engine_helpers import Variant
-from tests.grammars import FORMS
 from tests.identity.support import MASKED, PLAIN, Arrival, Subject, check, greedy, pairs, prompt_of
+from tests.support.engines import Variant
+from tests.support.grammars import FORMS
 
 WORDS = ("the", "fox", "a", ".", "lived in", "to the", "e")
 

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from common.request import SamplingParams
-from tests.engine_helpers import Variant
-from tests.grammars import FORMS
 from tests.identity.support import MASKED, PLAIN, Arrival, Subject, check, pairs, prompt_of
+from tests.support.engines import Variant
+from tests.support.grammars import FORMS
 
 MAX_NEW_TOKENS = 96
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from common.request import SamplingParams
-from tests.engine_helpers import Variant
 from tests.identity.support import (
     LOGIT_BOUND,
     MODELS,
@@ -28,6 +27,7 @@ from tests.identity.support import (
     recorded_logits,
     serve,
 )
+from tests.support.engines import Variant
 
 
 def test_an_early_token_changes_the_logits(subject: Subject) -> None:

@@ -19,8 +19,8 @@ from common.engine.engine import Engine
 from common.kv import KVPool, KVView, Span
 from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool
-from tests.engine_helpers import Variant
 from tests.identity.support import Arrival, Subject, greedy, pairs, prompt_of, recorded_logits, serve
+from tests.support.engines import Variant
 
 MODELS = ("random:llama", "random:gemma3")  # with random weights, errors show
 

@@ -16,7 +16,7 @@ from kernels import batch_invariance
 from kernels.batch_invariance import OUTPUTS, Heads, Product, attention_keeps_bits, is_batch_invariant
 from kernels.batch_invariance import product_keeps_bits as keeps_bits
 from kernels.linear import pack_linear, packed_linear
-from tests.kernels.triton_interpreter import patch_dot
+from tests.support.triton_interpreter import patch_dot
 
 SIZES = [(512, 512), (1792, 512), (576, 960), (144, 320), (512, 32_000)]  # inputs, outputs
 HEADS = Heads(queries=8, keys=4, size=64)

@@ -18,7 +18,7 @@ from kernels.few_rows_linear import (
     whole_sums,
 )
 from tests.kernels.support import BF16, FAR, FP16, FP32, HALF_ULP, draw, far_apart
-from tests.kernels.triton_interpreter import patch_dot
+from tests.support.triton_interpreter import patch_dot
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
 

@@ -279,7 +279,7 @@ def count_compilations() -> None:
     from kernels.penalties import SeatPenalties, penalise_triton
     from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
     from kernels.rope import HeadNorms, norm_rope_write_triton, rope_triton
-    from tests.compilations import collect
+    from tests.support.compilations import collect
 
     found = collect()
     heads, heads_kv, head_dim, hidden = 6, 2, 16, 96

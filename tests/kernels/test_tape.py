@@ -19,7 +19,7 @@ from common.models.layers import CausalLM, TokenBatch
 from kernels import native
 from kernels.tape import CannotRecordError, Tape, record
 from phase6_paged.cache import PagedKVCachePool
-from tests.helpers import ARCHITECTURES, draw_ids, load, save_tiny, scattered
+from tests.support.models import ARCHITECTURES, draw_ids, load, save_tiny, scattered
 
 pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 

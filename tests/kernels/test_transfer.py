@@ -13,7 +13,7 @@ from common.sampling.draw import choose
 from common.sampling.inputs import SamplingInputs
 from kernels.attention_layout import AttentionLayout
 from kernels.transfer import move_together, to_device
-from tests.device import META, no_blocking_copies
+from tests.support.device import META, no_blocking_copies
 
 
 @pytest.mark.parametrize("window", [None, 8])

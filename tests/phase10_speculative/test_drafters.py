@@ -10,7 +10,7 @@ from common.request import Request, SamplingParams
 from phase10_speculative.drafters import MOST_TOKENS, Dictionary, NgramDrafter
 from phase10_speculative.scheduler import MOST_SALTS
 from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
-from tests.engine_helpers import build, greedy, run
+from tests.support.engines import build, greedy, run
 
 
 def test_it_goes_on_as_the_text_went_on_before() -> None:

@@ -16,8 +16,8 @@ from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase
-from tests.grammars import FORMS
-from tests.phase10_speculative.support import Guess, let_guess
+from tests.support.drafts import Guess, let_guess
+from tests.support.grammars import FORMS
 
 Answers = dict[str, list[StepOutput]]
 

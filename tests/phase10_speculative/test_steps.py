@@ -11,7 +11,8 @@ from common.engine.scheduling import RowCost
 from common.request import Request
 from kernels import native
 from phase10_speculative import Config, Runner, build_engine
-from tests.engine_helpers import (
+from tests.support.drafts import by_rule, guessing
+from tests.support.engines import (
     RememberingModel,
     add,
     assert_all_free,
@@ -21,7 +22,6 @@ from tests.engine_helpers import (
     greedy,
     run,
 )
-from tests.phase10_speculative.support import by_rule, guessing
 
 RIGHT = by_rule(chained, wrong_at=lambda place: False)
 WRONG = by_rule(chained, wrong_at=lambda place: True)

@@ -9,7 +9,7 @@ import pytest
 from common.engine.reference import ContiguousCache, generate
 from common.models.layers import CausalLM, TokenBatch
 from common.request import Request
-from tests.engine_helpers import greedy
+from tests.support.engines import greedy
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -9,7 +9,7 @@ from common.kv import KVShape, Span
 from common.request import Request
 from phase4_static import Config
 from phase4_static.cache import StaticKVCache
-from tests.engine_helpers import CPU, greedy
+from tests.support.engines import CPU, greedy
 
 
 def make(max_seq_len: int = 64) -> StaticKVCache:

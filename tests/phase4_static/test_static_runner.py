@@ -9,7 +9,7 @@ import pytest
 from common.models.layers import CausalLM
 from common.request import SamplingParams
 from phase4_static.cache import StaticKVCache
-from tests.engine_helpers import (
+from tests.support.engines import (
     EOS,
     RememberingModel,
     add,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.request import Request, RequestState
-from tests.engine_helpers import Bench
+from tests.support.engines import Bench
 
 WAIT_S = 0.05
 

@@ -7,7 +7,7 @@ import torch
 
 from common.kv import KVShape
 from phase5_continuous.cache import SlottedKVCache
-from tests.engine_helpers import Variant
+from tests.support.engines import Variant
 
 SHAPE = KVShape(2, 1, 4, torch.float32)
 

@@ -12,7 +12,7 @@ from common.engine.runner import ForwardPass
 from common.kv import KVView
 from common.models.layers import CausalLM
 from kernels.attention_layout import AttentionLayout
-from tests.engine_helpers import (
+from tests.support.engines import (
     RememberingModel,
     Variant,
     add,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.request import RequestState
-from tests.engine_helpers import Bench, Variant, add, assert_all_free, assert_answered, greedy, ids, run
+from tests.support.engines import Bench, Variant, add, assert_all_free, assert_answered, greedy, ids, run
 
 
 @pytest.fixture

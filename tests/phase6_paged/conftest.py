@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine_helpers import Variant
+from tests.support.engines import Variant
 
 
 @pytest.fixture(

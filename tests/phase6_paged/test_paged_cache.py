@@ -22,8 +22,8 @@ from common.kv import Span
 from common.request import Request
 from phase6_paged.allocator import OutOfBlocksError
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import greedy
-from tests.pools import assert_consistent, make_pool, shuffle_free_blocks
+from tests.support.engines import greedy
+from tests.support.pools import assert_consistent, make_pool, shuffle_free_blocks
 
 
 def pool_of(num_blocks: int, block_size: int = 4, **options: Any) -> PagedKVCachePool:

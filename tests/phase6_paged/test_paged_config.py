@@ -9,8 +9,8 @@ import pytest
 
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import Variant, add, assert_served, greedy
-from tests.pools import paged
+from tests.support.engines import Variant, add, assert_served, greedy
+from tests.support.pools import paged
 
 
 @pytest.mark.parametrize(

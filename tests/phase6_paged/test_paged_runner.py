@@ -9,7 +9,7 @@ import pytest
 from common.models.layers import CausalLM
 from common.request import SamplingParams
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import (
+from tests.support.engines import (
     ALLERGEN,
     Allergic,
     RememberingModel,
@@ -22,7 +22,7 @@ from tests.engine_helpers import (
     run,
     windowed_model,
 )
-from tests.pools import assert_consistent, paged, shuffle_free_blocks
+from tests.support.pools import assert_consistent, paged, shuffle_free_blocks
 
 
 @pytest.fixture(scope="module")

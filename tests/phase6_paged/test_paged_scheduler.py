@@ -9,7 +9,7 @@ import pytest
 from common.engine.engine import Engine
 from common.errors import InvalidRequestError
 from common.request import RequestState
-from tests.engine_helpers import (
+from tests.support.engines import (
     Bench,
     Variant,
     add,
@@ -22,7 +22,7 @@ from tests.engine_helpers import (
     run,
     tokens_of,
 )
-from tests.pools import paged
+from tests.support.pools import paged
 
 
 def bench_of(variant: Variant, num_blocks: int, block_size: int = 1, **options: Any) -> Bench:

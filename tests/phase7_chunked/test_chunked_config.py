@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import Variant
+from tests.support.engines import Variant
 
 WITHOUT = {"use_chunked_prefill": False}
 

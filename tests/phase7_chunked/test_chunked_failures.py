@@ -10,7 +10,7 @@ import pytest
 from common.engine.engine import Engine
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, StepOutput
-from tests.engine_helpers import (
+from tests.support.engines import (
     ALLERGEN,
     Allergic,
     Variant,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from common.request import SamplingParams
-from tests.engine_helpers import Variant
 from tests.identity.support import (
     Arrival,
     Subject,
@@ -21,6 +20,7 @@ from tests.identity.support import (
     serve,
     subject_of,
 )
+from tests.support.engines import Variant
 
 NEW_TOKENS = 12
 WINDOW = 16  # the zoo's Gemma

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.request import RequestState
-from tests.engine_helpers import Call, RememberingModel, Variant, add, assert_served, greedy, run
+from tests.support.engines import Call, RememberingModel, Variant, add, assert_served, greedy, run
 
 BACKENDS: list[dict[str, Any]] = [{"block_size": 16}, {"block_size": 1}, {"kv_cache_backend": "contiguous"}]
 

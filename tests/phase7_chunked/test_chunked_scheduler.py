@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.request import RequestState
-from tests.engine_helpers import Bench, Variant
+from tests.support.engines import Bench, Variant
 
 CHUNK = 4
 DECODE = RequestState.DECODE

@@ -17,8 +17,8 @@ from common.request import Request, RequestState
 from phase8_prefix.cache import PrefixCachingPool
 from phase8_prefix.config import Config
 from phase8_prefix.tree import Node, PrefixTree
-from tests.engine_helpers import greedy
-from tests.pools import CPU, SMALLEST, assert_consistent
+from tests.support.engines import greedy
+from tests.support.pools import CPU, SMALLEST, assert_consistent
 
 GARBAGE = -7.0  # the numbers that a failed pass leaves behind
 SEATS = 4

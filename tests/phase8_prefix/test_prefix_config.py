@@ -11,7 +11,7 @@ from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
 from phase8_prefix import Config
 from phase8_prefix.cache import PrefixCachingPool
-from tests.engine_helpers import Variant, add, greedy, run
+from tests.support.engines import Variant, add, greedy, run
 
 
 def test_slots_cannot_be_shared_and_the_reason_is_told() -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.engine.engine import Engine
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, StepOutput
-from tests.engine_helpers import (
+from tests.support.engines import (
     ALLERGEN,
     Allergic,
     RememberingModel,
@@ -28,7 +28,7 @@ from tests.engine_helpers import (
     run,
     tokens_of,
 )
-from tests.pools import assert_consistent, caching
+from tests.support.pools import assert_consistent, caching
 
 CHUNK = 8
 SHARED = [(5 * i + 1) % 250 for i in range(CHUNK)]  # a chunk, two blocks

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from common.request import SamplingParams
-from tests.engine_helpers import Variant
 from tests.identity.support import (
     Arrival,
     Subject,
@@ -24,7 +23,8 @@ from tests.identity.support import (
     serve,
     subject_of,
 )
-from tests.pools import assert_consistent, caching
+from tests.support.engines import Variant
+from tests.support.pools import assert_consistent, caching
 
 SYSTEM = 70  # shared first tokens: no multiple of a block size but 1, and more than Gemma's windows
 NEW = 9

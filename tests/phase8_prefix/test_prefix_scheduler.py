@@ -10,8 +10,8 @@ import pytest
 from common.engine.engine import Engine
 from common.request import Request, RequestState, StepOutput
 from phase8_prefix.tree import Node, PrefixTree
-from tests.engine_helpers import add, assert_all_free, assert_answered, build, greedy, run
-from tests.pools import assert_consistent, caching
+from tests.support.engines import add, assert_all_free, assert_answered, build, greedy, run
+from tests.support.pools import assert_consistent, caching
 
 SYSTEM = list(range(100, 124))  # six blocks of 4
 

@@ -18,7 +18,7 @@ from common.devices.streams import CudaStream, Pending, ThreadStream
 from common.request import SamplingParams
 from kernels.dispatch import HAS_TRITON
 from kernels.tape import Function
-from tests.engine_helpers import (
+from tests.support.engines import (
     add,
     assert_all_free,
     assert_answered,
@@ -28,8 +28,8 @@ from tests.engine_helpers import (
     tiny_model,
     tokens_of,
 )
-from tests.graphs import StandIns
-from tests.phase9_pipelined.support import runner_of
+from tests.support.graphs import StandIns
+from tests.support.streams import runner_of
 
 
 class RowStream(ThreadStream):

@@ -23,9 +23,9 @@ from kernels.dispatch import HAS_TRITON
 from kernels.penalties import IN_PROMPT
 from phase8_prefix.cache import PrefixCachingPool
 from phase9_pipelined.seats import DeviceSeats
-from tests.device import META, Copies, Launches, MetaStream, Peak, use_kernels
-from tests.engine_helpers import add, build
-from tests.phase9_pipelined.support import runner_of
+from tests.support.device import META, Copies, Launches, MetaStream, Peak, use_kernels
+from tests.support.engines import add, build
+from tests.support.streams import runner_of
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
 

@@ -14,7 +14,7 @@ from common.engine.scheduling import StepPlan
 from common.errors import RequestTimeoutError
 from common.request import Request, RequestState, StepOutput
 from phase9_pipelined.state import MAX_IN_FLIGHT
-from tests.engine_helpers import (
+from tests.support.engines import (
     EOS,
     Clock,
     RememberingModel,
@@ -29,7 +29,7 @@ from tests.engine_helpers import (
     run,
     tokens_of,
 )
-from tests.phase9_pipelined.support import ManualStream, engine_of, runner_of
+from tests.support.streams import ManualStream, engine_of, runner_of
 
 PROMPT = [5, 9, 2]
 

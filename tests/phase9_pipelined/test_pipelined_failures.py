@@ -7,7 +7,7 @@ import torch
 
 from common.errors import EngineDeadError
 from common.request import StepOutput
-from tests.engine_helpers import (
+from tests.support.engines import (
     ALLERGEN,
     Allergic,
     RememberingModel,
@@ -19,7 +19,7 @@ from tests.engine_helpers import (
     greedy,
     run,
 )
-from tests.phase9_pipelined.support import engine_of
+from tests.support.streams import engine_of
 
 PLACES = [
     f"{place}{kind} {step}"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from common.devices.streams import CudaStream
 from common.request import SamplingParams
-from tests.engine_helpers import add, assert_all_free, assert_answered, build, run, tiny_model
-from tests.phase9_pipelined.support import runner_of
+from tests.support.engines import add, assert_all_free, assert_answered, build, run, tiny_model
+from tests.support.streams import runner_of
 
 
 class Trace:

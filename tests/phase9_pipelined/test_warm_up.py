@@ -18,10 +18,10 @@ from common.request import Request, SamplingParams
 from common.startup.warm_up import FEW_ROWS, capture, record
 from kernels import native
 from kernels.tape import Function
-from tests.engine_helpers import assert_all_free, run
-from tests.graphs import StandIns
-from tests.phase9_pipelined.support import runner_of
-from tests.pools import caching
+from tests.support.engines import assert_all_free, run
+from tests.support.graphs import StandIns
+from tests.support.pools import caching
+from tests.support.streams import runner_of
 
 needs_native = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.browser import tab
 from tests.server.support import BATCH, PHASES, QUEUE, ServerProcess, called_from_python, slow_but_on
+from tests.support.browser import tab
 
 __all__ = ["tab"]
 

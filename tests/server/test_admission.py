@@ -22,8 +22,8 @@ from common.server.api.answer import Answer
 from common.server.api.bodies import Bodies
 from common.server.api.intake import Lane
 from common.server.errors import ApiError
-from tests.engine_helpers import build, tiny_model, until
 from tests.server.support import MODEL, HeldTokenizer, started
+from tests.support.engines import build, tiny_model, until
 
 pytestmark = pytest.mark.anyio
 

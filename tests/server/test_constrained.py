@@ -10,7 +10,6 @@ import jsonschema
 import psutil
 import pytest
 
-from tests.grammars import AMBIGUOUS
 from tests.server.support import (
     PHASES,
     ServerProcess,
@@ -19,6 +18,7 @@ from tests.server.support import (
     on_phases,
     texts,
 )
+from tests.support.grammars import AMBIGUOUS
 
 ON_FIRST_AND_LAST = on_phases(PHASES[0], PHASES[-1])
 

@@ -16,10 +16,10 @@ from common.hosting import calls as engine_calls
 from common.observing.frames import FrameMaker
 from common.server.app import create_app
 from common.server.errors import ApiError
+from common.server.page import live_view
 from common.server.page.live_view import LiveView, Viewer
-from common.server.page.page import live_view
-from tests.engine_helpers import build, continuation, greedy, read, submit, tokens, until, working
 from tests.server.support import Event, ServerProcess, assert_error, read_events
+from tests.support.engines import build, continuation, greedy, read, submit, tokens, until, working
 
 pytestmark = pytest.mark.anyio
 

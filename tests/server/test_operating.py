@@ -25,7 +25,6 @@ from common.server.logs import FIELDS, JsonLines, TextLines
 from common.server.options import read_options
 from common.server.service import fingerprint_of
 from common.startup.phases import find_phase
-from tests.engine_helpers import build, tiny_model
 from tests.server.support import (
     HANG_S,
     LocalServer,
@@ -35,6 +34,7 @@ from tests.server.support import (
     eventually,
     in_background,
 )
+from tests.support.engines import build, tiny_model
 
 PHASE = "phase5_continuous"
 

@@ -16,8 +16,8 @@ import pytest
 from common.request import SamplingParams
 from common.server.page.page import conversations_at_once, render_page
 from common.startup.phases import find_phase
-from tests.browser import DESKTOP, PHONE, Tab
 from tests.server.support import LocalServer, ServerProcess, eventually, rendered
+from tests.support.browser import DESKTOP, PHONE, Tab
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ import pytest
 
 from common.server import logs
 from common.server.logs import FIELDS, Pulse
-from tests.engine_helpers import build, greedy, read, until, working
+from tests.support.engines import build, greedy, read, until, working
 
 pytestmark = pytest.mark.anyio
 

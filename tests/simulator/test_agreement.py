@@ -15,7 +15,7 @@ from common.request import Request, StepOutput
 from common.startup.phases import phase_names, phase_number
 from simulator import ONE_SECOND_A_PASS, simulate_engine
 from simulator.loop import params
-from tests.engine_helpers import Clock, assert_all_free, build
+from tests.support.engines import Clock, assert_all_free, build
 
 NAMES = {phase_number(name): name for name in phase_names()}
 SHARED = list(range(1, 25))  # six blocks that half of the prompts begin with

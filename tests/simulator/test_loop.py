@@ -16,7 +16,7 @@ from common.engine.telemetry import StepRecord
 from common.startup.phases import phase_names, phase_number
 from simulator import Arrival, LinearCost, Timelines, Unlike, arrivals_of, run, simulate_engine
 from simulator.observers import Summary
-from tests.engine_helpers import assert_all_free
+from tests.support.engines import assert_all_free
 
 PHASES = [phase_number(name) for name in phase_names()]
 COST = LinearCost(
@@ -177,7 +177,7 @@ def test_arrivals_that_cannot_be_served_are_named(arrivals: Sequence[Arrival], m
 
 
 def test_an_engine_that_computes_is_refused() -> None:
-    from tests.engine_helpers import build
+    from tests.support.engines import build
 
     with pytest.raises(TypeError, match="simulate_engine"):
         run(build("chunked"), [], Timelines())

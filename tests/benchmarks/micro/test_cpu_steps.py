@@ -9,8 +9,8 @@ from benchmarks.micro.cpu_steps import STAGES, measure, only
 from benchmarks.micro.passes import PROMPT, Passes
 from common.models.layers import CausalLM
 from kernels import native
-from tests.engine_helpers import Operators
-from tests.helpers import load, zoo
+from tests.support.engines import Operators
+from tests.support.models import load, zoo
 
 pytestmark = pytest.mark.skipif(
     not native.is_loaded() or not native.has_products(torch.float32), reason="no native kernels here"

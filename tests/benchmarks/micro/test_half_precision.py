@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.micro import half_precision
 from kernels import native
-from tests.helpers import draw_ids, solo_logits
+from tests.support.models import draw_ids, solo_logits
 
 pytestmark = pytest.mark.skipif(
     not native.is_loaded() or not native.has_products(torch.bfloat16), reason="no native kernels here"

@@ -12,7 +12,7 @@ from benchmarks.micro import pipeline
 from benchmarks.micro.pipeline import WAYS
 from common.devices.streams import TapeStream, ThreadStream
 from kernels import native
-from tests.phase9_pipelined.support import runner_of
+from tests.support.streams import runner_of
 
 MODEL = "zoo:llama-tiny"
 

@@ -36,7 +36,7 @@ from common.models.llama import Llama
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
-from tests.pools import CPU, SMALLEST, assert_consistent
+from tests.support.pools import CPU, SMALLEST, assert_consistent
 
 EOS = 256
 VOCAB = 300  # ids above EOS are the model's alone

@@ -12,8 +12,8 @@ from torch import Tensor
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, SamplingParams, StepOutput
 from phase6_paged.cache import PagedKVCachePool
-from tests.engine_helpers import EOS, RememberingModel, assert_all_free, build, chained, greedy, one_hot
-from tests.pools import assert_consistent, shuffle_free_blocks
+from tests.support.engines import EOS, RememberingModel, assert_all_free, build, chained, greedy, one_hot
+from tests.support.pools import assert_consistent, shuffle_free_blocks
 
 NAN_TOKEN = 250  # a prompt that begins with it gets NaN logits after a few tokens
 MAX_SEQ_LEN = 40

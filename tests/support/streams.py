@@ -13,7 +13,7 @@ from common.devices.streams import Pending, Stream
 from common.engine.engine import Engine
 from kernels.tape import Function
 from phase9_pipelined import Runner
-from tests.engine_helpers import build
+from tests.support.engines import build
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
-AXE = Path(__file__).resolve().parents[1] / ".clients/axe-core/node_modules/axe-core/axe.min.js"
+AXE = Path(__file__).resolve().parents[2] / ".clients/axe-core/node_modules/axe-core/axe.min.js"
 PHONE, DESKTOP = 375, 1280
 HEIGHT = 1000
 #: Runs before a page's own scripts, so that the page starts as on its first visit.

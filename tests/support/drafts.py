@@ -9,7 +9,7 @@ from common.engine.engine import Engine
 from common.request import Request
 from phase10_speculative.drafters import Drafter
 from phase10_speculative.scheduler import SpeculativeScheduler
-from tests.engine_helpers import build
+from tests.support.engines import build
 
 #: Gets a request, its tokens so far and a number of tokens; returns guesses of the next ones.
 Guess = Callable[[Request, Sequence[int], int], list[int]]

@@ -16,7 +16,7 @@ import sentencepiece
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.helpers import read_config, zoo
+from tests.support.models import read_config, zoo
 
 #: The name of each architecture in GGUF. llama.cpp has none for Mistral.
 ARCHITECTURES = {

@@ -21,7 +21,7 @@ from common.models.registry import ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from phase6_paged import Config
 from phase6_paged.cache import PagedKVCachePool
-from tests.pools import shuffle_free_blocks
+from tests.support.pools import shuffle_free_blocks
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")

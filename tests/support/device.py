@@ -31,7 +31,7 @@ import kernels.rope
 import phase9_pipelined.runner
 from common.devices.streams import Done, Pending, Stream
 from kernels.tape import Function
-from tests.graphs import StandIns
+from tests.support.graphs import StandIns
 
 META = torch.device("meta")
 
