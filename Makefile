@@ -3,8 +3,8 @@
 #   make demo MODEL=smollm2   the same with a real chat model, which is downloaded first (93 MB)
 #   make serve           serve phase 9: chat with it in a browser (PHASE=5, ARGS="--model dummy:llama-60m --port 8000")
 #   make bench           a quick comparison of all phases (minutes); results go to benchmarks/results/local
-#   make gpu OUT=DIR     everything that waits for a GPU, in six stages (STAGE=2 for one); installs nothing (PYTHON=python3
-#                        names an interpreter); on a machine without a GPU at toy sizes
+#   make gpu OUT=DIR     everything that waits for a GPU: tests, then measurements; installs nothing (PYTHON=python3
+#                        names an interpreter); `make gpu-attention OUT=DIR` runs one part
 #   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
 #   make test-slow       the tests that take longer
 #   make test-forms      ordinary tests in other forms: without native kernels, and with the engine in its own process
@@ -59,7 +59,7 @@ CAPTIONS := docs/assets/plots/captions.json
 
 .PHONY: help gpu demo serve compare cluster learn check step test test-slow test-forms test-browser test-clients
 .PHONY: test-checkpoints test-cluster lint size format bench plots wheel test-wheel test-pythons test-lowest docs
-.PHONY: docs-version docs-serve clean distclean
+.PHONY: docs-version docs-serve clean distclean gpu-tests gpu-attention gpu-offline gpu-servers
 
 # Prints the comment at the top of this file.
 help:
@@ -149,10 +149,21 @@ step: .venv/full
 bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching
 
-# Needs no installation: on a borrowed machine nothing can be downloaded. It says which packages are missing.
+# Needs no installation: on a borrowed machine nothing can be downloaded. If a part fails or takes too long, the others
+# run all the same. Tables are written row by row.
+GPU = timeout 480 $(GPU_PYTHON) -m
+GPU_PARTS := tests steps-llama-3.2-1b attention offline servers steps-qwen3-0.6b steps-llama-3.2-3b
 gpu:
 	@test -n '$(OUT)' || { echo "make gpu OUT=DIR: name a folder for results"; exit 2; }
-	@$(GPU_PYTHON) -m benchmarks.gpu --out '$(OUT)' $(if $(STAGE),--stage '$(STAGE)')
+	@$(MAKE) --keep-going --no-print-directory $(GPU_PARTS:%=gpu-%)
+gpu-tests:
+	$(GPU) pytest -m gpu --continue-on-collection-errors $(ARGS)
+gpu-steps-%:
+	$(GPU) benchmarks micro gpu_steps --model 'dummy:$*' --out '$(OUT)'
+gpu-attention gpu-offline: gpu-%:
+	$(GPU) benchmarks micro $(subst attention,gpu_attention,$*) --out '$(OUT)'
+gpu-servers:
+	$(GPU) benchmarks compare --model dummy:llama-3.2-1b --workload mixed --repeats 1 --rate table --out '$(OUT)'
 
 plots: $(CAPTIONS)
 

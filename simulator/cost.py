@@ -149,9 +149,7 @@ class RooflineCost(Cost):
     """
 
     def __init__(self, model: ModelConfig, device: Device, *, int8: bool = False) -> None:
-        super().__init__(
-            host_step_s=2e-4, host_row_s=1e-5
-        )  # about as `benchmarks micro host_cost` measures them
+        super().__init__(host_step_s=2e-4, host_row_s=1e-5)  # about as measured on a CPU with 2 cores
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency
         self._flops = device.flops * device.efficiency

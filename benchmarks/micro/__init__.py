@@ -10,21 +10,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import multiprocessing
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import torch
 from rich.console import Console
 
 from benchmarks.results import LOCAL, TABLES
 from benchmarks.tables import MeasuredTable
-from benchmarks.workloads import PromptWriter
-from common.models.registry import open_checkpoint
 
 Key = TypeVar("Key")
 Measurement = Callable[..., Iterable[MeasuredTable]]
@@ -40,30 +36,18 @@ class Entry(NamedTuple):
 
 
 ENTRIES = {
-    "batch_invariance": Entry("how many answers change under load", "batch_invariance.changes"),
     "batch_size": Entry("a decode step by the number of sequences, beside a roofline", "batch_size.steps"),
-    "cluster_cost": Entry("a burst to a plain server, and to clusters", "cluster.cost"),
-    "cluster_routing": Entry("prefix routing against random routing", "cluster.routing"),
-    "constraints": Entry("what a grammar costs: masks, and steps with them", "constraints.costs"),
-    "cpu_steps": Entry("what each native kernel brings", "cpu_steps.stages"),
     "decode_step": Entry("one pass, ours and those of other libraries", "decode_step.passes"),
     "gpu_attention": Entry("attention on a GPU, ours and torch's", "gpu_attention.kernels"),
     "gpu_steps": Entry("decode steps of phases 5 to 10 on a GPU, beside a roofline", "gpu_steps.steps"),
-    "gpu_timeline": Entry("parts of phase 9's steps on a GPU, with traces", "gpu_timeline.steps"),
-    "gpu_transformers": Entry("continuous batching of transformers", "gpu_transformers.batching"),
     "half_precision": Entry("real models in bfloat16, beside float32", "half_precision.accuracy"),
-    "host_cost": Entry("a decode step on the host, part by part", "host_cost.parts"),
     "int8_accuracy": Entry("real models with int8 weights, beside bfloat16", "int8.accuracy"),
     "int8_parts": Entry("where a decode step of one sequence goes", "int8.parts"),
     "int8_speed": Entry("products and passes with int8 weights, beside bfloat16", "int8.speed"),
     "kv_cache": Entry("the next token with a KV cache and without", "kv_cache.steps"),
-    "memory_pressure": Entry("one burst on less and less KV memory", "memory_pressure.pools"),
     "offline": Entry("output tokens a second offline, by nano-vllm's benchmark", "offline.throughput"),
     "pipeline": Entry("a decode step of phase 9 at each depth", "pipeline.depths"),
-    "prefill_profile": Entry("where a prompt's time goes, operator by operator", "prefill_profile.parts"),
     "speculative": Entry("a token of phase 10 and of phase 9, by workload", "speculative.compare"),
-    "token_path": Entry("one token's way through a server, leg by leg", "token_path.legs"),
-    "two_processes": Entry("engine and HTTP in one process and in two", "two_processes.compare"),
 }
 
 
@@ -157,20 +141,3 @@ def in_turns(ways: Mapping[Key, Callable[[], float]], turns: int) -> dict[Key, f
             if turn:
                 found[key].append(value)
     return {key: statistics.median(values) for key, values in found.items()}
-
-
-def medians(turns: Iterable[Sequence[float]]) -> list[float]:
-    """Return the median of each value over all turns. Each turn has the same values in the same order."""
-    return [statistics.median(values) for values in zip(*turns, strict=True)]
-
-
-def writer_for(model: str) -> PromptWriter:
-    """Return a writer of prompts that uses a model's tokenizer."""
-    return PromptWriter(open_checkpoint(model).tokenizer())
-
-
-def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a new process, which has computed nothing before, and return its result."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        return process.submit(function, *arguments).result()

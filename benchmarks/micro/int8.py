@@ -22,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.micro import in_turns, say
 from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked, milliseconds
-from benchmarks.micro.prefill_profile import PARTS, REST
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.reference import ContiguousCache
 from common.kv import Span
@@ -36,6 +35,17 @@ BF16, INT8 = "bfloat16", "int8"
 READ_BYTES = 2**29  # far more than any cache holds
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_ROWS = 128  # positions whose logits are in memory at a time
+
+#: The row of the table to which each operator's time is added. All other operators are added to `REST`.
+PARTS = {
+    "infer::gated_linear": "gate and up, activated",
+    "infer::linear": "other products",
+    "infer::attention": "attention",
+    "infer::fused_add_rms_norm": "norms",
+    "infer::rms_norm": "norms",
+    "infer::rope": "rope",
+}
+REST = "all else"
 
 
 def load_both(name: str, positions: int) -> dict[str, CausalLM]:

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.micro import batch_size
 from benchmarks.micro.batch_size import Machine
-from benchmarks.micro.engines import build_engine, greedy
 from common.engine.config import resolve_device
 from common.engine.engine import Engine
 from common.models.layers import CausalLM
@@ -30,6 +29,19 @@ COUNTED_STEPS = 2  # steps whose kernels are counted
 LAST_STEPS = 1
 
 DEVICE = resolve_device("auto")
+
+
+def build_engine(phase: str, **options: Any) -> Engine:
+    """Build the engine of a phase with these options of its configuration."""
+    package = find_phase(phase)
+    engine: Engine = package.build_engine(package.Config.model_validate(options))
+    return engine
+
+
+def add(engine: Engine, prompt: Sequence[int], new_tokens: int) -> None:
+    """Add a greedy request that generates exactly `new_tokens` tokens. The engine must take it."""
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+    assert engine.add_request(engine.create_request(list(prompt), greedy))
 
 
 class Loaded(NamedTuple):
@@ -81,13 +93,11 @@ def decode(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     *,
-    params: SamplingParams | None = None,
     counter: KernelCounter | None = None,
 ) -> DecodeSteps:
-    """Serve prompts of the same length together.
+    """Serve prompts of the same length together, each with exactly `new_tokens` greedy tokens.
 
     Args:
-        params: sampling parameters of every request; None: greedy, exactly `new_tokens` tokens.
         counter: counts the kernels and the passes of `COUNTED_STEPS` steps, and slows them down. No pass is in
             flight when the counting begins. (A step of phase 10 may launch no pass.)
 
@@ -99,8 +109,7 @@ def decode(
         ValueError: the requests generate too few tokens to time such steps.
     """
     for prompt in prompts:
-        request = engine.create_request(list(prompt), params or greedy(new_tokens))
-        assert engine.add_request(request)
+        add(engine, prompt, new_tokens)
     freeze_objects()  # as a server does; otherwise garbage collections would be timed, too
     begun: set[str] = set()
     counts: list[int] = []

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.micro import in_turns
-from benchmarks.micro.engines import add, build_engine
+from benchmarks.micro.on_device import add, build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.engine import Engine
 

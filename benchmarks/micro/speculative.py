@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.chats import CHATS
 from benchmarks.micro import in_turns, say
-from benchmarks.micro.engines import build_engine
+from benchmarks.micro.on_device import build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.constrained.grammar import Grammar
 from common.engine.engine import Engine

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.micro import memory_pressure
 from benchmarks.plots.groups import load_groups
 from benchmarks.tables import MeasuredTable, load_tables, show
 from docs.building import charts, ledger
@@ -35,8 +34,8 @@ def test_a_table_is_found_again_as_it_was(tmp_path: Path) -> None:
     path = table.save(tmp_path / "h200")
     assert path == tmp_path / "h200" / "tables" / "decode_step.json"
     assert load_tables(tmp_path) == [table]
-    a_table("memory_pressure", "2026-02-02T00:00:00+00:00").save(tmp_path)
-    assert [each.name for each in load_tables(tmp_path)] == ["memory_pressure", "decode_step"]
+    a_table("kv_cache", "2026-02-02T00:00:00+00:00").save(tmp_path)
+    assert [each.name for each in load_tables(tmp_path)] == ["kv_cache", "decode_step"]
 
 
 def test_a_table_of_the_readers_own_says_so(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_runs_and_tables_lie_side_by_side(tmp_path: Path) -> None:
     a_table("decode_step", "2026-03-03T00:00:00+00:00").save(tmp_path / "h200")
     page = pages.measured_table("decode_step", tmp_path)
     assert page.index("2026-03-03") < page.index("2026-01-02")  # for each machine, the newest first
-    assert "python -m benchmarks micro memory_pressure" in pages.measured_table("memory_pressure", tmp_path)
+    assert "python -m benchmarks micro kv_cache" in pages.measured_table("kv_cache", tmp_path)
 
 
 def test_comparisons_with_other_servers_have_tables_of_their_own(tmp_path: Path) -> None:
@@ -115,21 +114,3 @@ def test_a_chart_has_a_curve_for_each_value_of_a_column(tmp_path: Path) -> None:
 
 def test_numbers_are_shown_with_three_digits() -> None:
     assert [show(cell) for cell in (1234.5, 0.12345, 7, None, "x")] == ["1,234", "0.123", "7", "–", "x"]
-
-
-def test_less_memory_gives_the_same_tokens_and_more_preemptions() -> None:
-    drawn = memory_pressure.draw_orders(6, vocab_size=1024)
-    orders = [(prompt[:40], min(new, 40)) for prompt, new in drawn]
-    rows = memory_pressure.measure("phase6_paged", "zoo:llama-tiny", orders)
-    blocks, per_step, preemptions, again, same = (
-        [row[memory_pressure.COLUMNS.index(name)] for row in rows]
-        for name in ("blocks", "tokens per step", "preemptions", "prefilled again, tokens", "same tokens")
-    )
-    assert blocks == sorted(blocks, reverse=True)
-    needed = [-(-(len(prompt) + new) // 16) for prompt, new in orders]
-    assert (blocks[0], blocks[-1]) == (sum(needed), max(needed))
-    assert preemptions[0] == 0
-    assert any(preemptions)
-    assert [bool(tokens) for tokens in again] == [bool(count) for count in preemptions]
-    assert per_step[0] > per_step[-1]
-    assert set(same) == {"6 of 6"}

@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks.__main__ as command_line
 from benchmarks import micro
-from benchmarks.micro import ENTRIES, Dtype, in_turns, medians, say
+from benchmarks.micro import ENTRIES, Dtype, in_turns, say
 from benchmarks.results import LOCAL
 from benchmarks.tables import MeasuredTable, load_tables
 
@@ -74,7 +74,6 @@ def test_ways_take_turns_and_the_first_turn_is_not_counted() -> None:
     found = in_turns({way: functools.partial(measure, way) for way in values}, turns=3)
     assert asked == ["a", "b"] * 4
     assert found == {"a": 3.0, "b": 2.0}
-    assert medians([[1.0, 20.0], [3.0, 10.0], [2.0, 30.0]]) == [2.0, 20.0]
 
 
 @pytest.mark.usefixtures("entry")
