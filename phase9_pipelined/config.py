@@ -34,7 +34,8 @@ class Config(PrefixConfig):
     pass_threads: int | None = Field(
         default=None,
         ge=1,
-        description="threads that compute a recorded pass; default: all; one less for few rows, if that is as fast",
+        description="threads that compute a recorded pass; default: all, or one less for weights "
+        "of at most 32 MiB",
     )
 
     def captured_sizes(self) -> Sequence[int]:

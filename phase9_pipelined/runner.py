@@ -31,6 +31,7 @@ from common.engine.scheduling import StepPlan
 from common.engine.telemetry import Telemetry
 from common.kv import KVPool
 from common.models.layers import CausalLM, TokenBatch
+from common.models.registry import weight_bytes
 from common.request import RequestState, StepOutput
 from common.sampling.draw import Sampled, choose
 from common.sampling.inputs import SamplingInputs, is_ordered
@@ -49,9 +50,23 @@ logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 
+#: A model whose weights take at most so many bytes is small: a processor's cache holds them.
+SMALL_MODEL_BYTES = 32 * 2**20
+
+
 def _keep_tokens(logits: Tensor, read: Tensor, drawn: Tensor) -> tuple[Tensor]:  # noqa: ARG001 - a pass's results
     """Return a copy of a pass's drawn tokens, since the next launch of the pass's graph overwrites them."""
     return (drawn.clone(),)
+
+
+def default_threads(model: CausalLM) -> int:
+    """Return the number of threads that compute a pass on a CPU: all, or one less for a small model.
+
+    A pass of a small model takes about as long as the host's work for a step, so the host gets a core of its own.
+    """
+    threads = torch.get_num_threads()
+    is_small = weight_bytes(model.config, model.dtype) <= SMALL_MODEL_BYTES
+    return max(1, threads - 1) if is_small else threads
 
 
 class PipelinedRunner(ChunkedRunner):
@@ -66,7 +81,7 @@ class PipelinedRunner(ChunkedRunner):
             model.device,
             recorded=config.captured_steps and model.is_packed,
             graph_sizes=config.captured_sizes(),
-            threads=config.pass_threads,
+            threads=config.pass_threads or default_threads(model),
         )
         self.state = PipelineState()
         self.seats = DeviceSeats(len(pool.block_tables), model.config.vocab_size, model.device)
@@ -151,7 +166,7 @@ class PipelinedRunner(ChunkedRunner):
             inputs = [layout.seats[:decoding], batch.token_ids[decoding:], batch.positions, batch.logit_rows]
             # Read by native kernels only:
             inputs += [layout.rows, layout.host.query_offsets, layout.host.kv_lengths]
-            work = self.stream.submit("forward", forward, inputs, fetch=False, rows=len(batch.positions))
+            work = self.stream.submit("forward", forward, inputs, fetch=False)
         self.telemetry.current.passes += 1
         view.advance()
         self.count_as_computed(forward_pass)
@@ -234,7 +249,7 @@ class PipelinedRunner(ChunkedRunner):
             return tuple(each for each in sampled if each is not None)
 
         key = ("sample", launched.draws, top, *asked)
-        return self.stream.submit(key, sample, sent, launched.work, rows=len(requests))
+        return self.stream.submit(key, sample, sent, launched.work)
 
     # ------------------------------------------------------------------ commit
 

@@ -71,7 +71,6 @@ class Stream(ABC):
         *,
         fetch: bool = True,
         by_row: bool = False,
-        rows: int | None = None,
     ) -> Pending:
         """Submit `function(*inputs)`. Returns the pending work. May block while a new key is recorded or captured.
 
@@ -85,8 +84,6 @@ class Stream(ABC):
             fetch: whether the host will read the results. If so, they are copied to the host.
             by_row: row i of each result depends on row i of the inputs alone, and the inputs are on the host. The
                 stream may then add rows, to fit a graph that was captured for a fixed number of rows.
-            rows: number of tokens that the work computes. None: unknown. A stream may use fewer threads for few
-                rows.
         """
 
     def entered(self) -> AbstractContextManager[object]:
@@ -117,7 +114,7 @@ class Stream(ABC):
 
 
 def open_stream(
-    device: torch.device, *, recorded: bool, graph_sizes: Sequence[int] = (), threads: int | None = None
+    device: torch.device, *, recorded: bool, graph_sizes: Sequence[int] = (), threads: int = 1
 ) -> Stream:
     """Return a stream for work on `device`.
 
@@ -206,15 +203,12 @@ class Done(Pending):
 class TapeStream(Stream):
     """A CPU's stream: records work the first time its key is submitted, and plays the recording from then on.
 
-    Attributes:
-        threads: how many threads compute the work. By default, as many as torch uses.
-        few_rows: work of at most this many rows is computed by one thread less. None counts as 0, until the warm-up
-            sets the number.
+    Args:
+        threads: how many threads compute the work.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads = torch.get_num_threads() if threads is None else threads
-        self.few_rows: int | None = None if threads is None and self.threads > 1 else 0
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._player = torch.classes.infer.TapePlayer()
         self._tapes: dict[Hashable, Tape] = {}
         self._keys: deque[tuple[int, Hashable]] = deque(maxlen=MOST_TIMES)  # latest work: its ticket and key
@@ -229,7 +223,6 @@ class TapeStream(Stream):
         *,
         fetch: bool = True,  # noqa: ARG002 - results are on the host anyway
         by_row: bool = False,  # noqa: ARG002 - work runs with any number of rows
-        rows: int | None = None,
     ) -> Pending:
         if after is not None and not isinstance(after, _Played):
             inputs, after = [*after.wait(), *inputs], None
@@ -237,12 +230,11 @@ class TapeStream(Stream):
             given = list(inputs) if after is None else [*after.wait(), *inputs]
             self._tapes[key], outputs = self.call(lambda: record(function, *given))
             return Done(outputs)
-        few = rows is not None and rows <= (self.few_rows or 0)
         ticket = self._player.submit(
             self._tapes[key].recorded,
             list(inputs),
             0 if after is None else after.ticket,
-            self.threads - 1 if few else self.threads,
+            self.threads,
         )
         self._keys.append((ticket, key))
         return _Played(self._player, ticket)
@@ -309,7 +301,6 @@ class ThreadStream(Stream):
         *,
         fetch: bool = True,  # noqa: ARG002 - results are on the host anyway
         by_row: bool = False,  # noqa: ARG002 - work runs with any number of rows
-        rows: int | None = None,  # noqa: ARG002 - the number of threads is the process's
     ) -> Pending:
         def run() -> tuple[Tensor, ...]:
             with torch.inference_mode():
@@ -392,7 +383,6 @@ class CudaStream(Stream):
         *,
         fetch: bool = True,
         by_row: bool = False,
-        rows: int | None = None,  # noqa: ARG002 - a GPU has no threads to spare
     ) -> Pending:
         with self.entered(), torch.inference_mode(), self._timing(key):
             if by_row:

@@ -28,7 +28,7 @@ from common.models.registry import default_params, load_model, open_checkpoint, 
 from common.request import Request, SamplingParams
 from common.sampling.draw import sample
 from common.startup.memory import check_memory
-from common.startup.sizing import log_sizes, sized_for, with_context, with_measured_chunk
+from common.startup.sizing import log_sizes, sized_for, with_context
 from common.startup.warm_up import warm_up
 from common.text.tokenizer import Tokenizer
 from kernels.dispatch import INTERPRETED, kernels_on
@@ -97,7 +97,6 @@ class EngineBuilder(Generic[ConfigT]):
             config = with_context(config, *made_of, weights=0, limit=model.max_positions)
             config = sized_for(config, *made_of, weights=0)
             check_memory(config, *made_of, weights=0)
-        config = with_measured_chunk(config, model)
         log_sizes(given, config)
         shape = model.config.kv_shape(model.dtype)
         telemetry = Telemetry()

@@ -1,4 +1,4 @@
-"""Records or captures a stream's passes before the first request, and chooses those that get one thread less.
+"""Records or captures a stream's passes before the first request.
 
 Made-up requests run through the runner's `execute`. Their memory is freed afterwards. If the scheduler decides by
 the cost of a row of a pass (`RowCost`), this cost is measured, too.
@@ -21,11 +21,6 @@ from common.request import Request, SamplingParams
 logger = logging.getLogger(__name__)
 
 TRIALS = 8  # runs of each measurement, of which the fastest counts
-FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # numbers of rows that `few_rows` tries, in this order
-HOST_S = 3e-4  # seconds of host work in a step, roughly
-HOST_TOKEN_S = 2e-5  # seconds of host work for each token of an answer, roughly: mostly HTTP
-HOST_REQUEST_S = 4e-3  # seconds by which the work for a new request delays a pass with all threads, roughly
-LONG_S = 100 * HOST_S  # seconds of a pass beside which the host's work no longer matters
 ROWS = 32  # `measure` times steps of one row and of this many
 
 
@@ -36,7 +31,7 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
     """
     stream = runner.stream
     if isinstance(stream, TapeStream):
-        record(runner, stream)
+        record(runner)
     elif isinstance(stream, CudaStream) and stream.graphs.sizes:
         capture(runner, stream.graphs)
     else:
@@ -45,60 +40,13 @@ def warm_up(runner: Runner, scheduler: Scheduler) -> None:
         scheduler.row_cost = measure(runner, stream) or scheduler.row_cost
 
 
-def record(runner: Runner, stream: TapeStream) -> None:
-    """Record the common kinds of passes, and set the stream's `few_rows` unless it is set.
-
-    Args:
-        runner: with nothing in flight.
-        stream: the runner's stream.
-    """
+def record(runner: Runner) -> None:
+    """Record the common kinds of passes. `runner`: with nothing in flight."""
     logger.info("warming up")
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
     for batch in ([best], [drawn], [ordered], [drawn, ordered]):
         _decode(runner, batch)
-    if stream.few_rows is None:
-        stream.few_rows = few_rows(runner, stream)
     runner.pool.reset_prefix_cache()
-
-
-def few_rows(runner: Runner, stream: TapeStream) -> int:
-    """Return the most rows of a pass that gets one thread less: the largest of `FEW_ROWS` up to which this makes
-    the pass slower by less time than the host gains. Returns 0 if there is none. In place of the numbers that are
-    larger than a pass may be, the rows of the longest pass are tried.
-
-    Waiting threads spin and keep their cores busy. With a thread for each core, host and pass compete for a core.
-    With one thread less, both run at the same time: the host gains `HOST_S`, and `HOST_TOKEN_S` for each sequence
-    that gets a token. A pass of more rows than there are seats has a prompt, so its request has just arrived: then
-    `HOST_REQUEST_S` are gained, too. (The work for a request takes about 2 ms. It stops one thread of the pass, for
-    which the others wait and spin, and the system shares out a core in periods of milliseconds.) A pass of few rows
-    mostly waits for memory and may be as fast with a thread less. A pass of many rows needs all threads. Passes
-    longer than `LONG_S` count as passes of many rows.
-
-    Args:
-        runner: with nothing in flight.
-        stream: the runner's stream.
-    """
-    few = 0
-    most, seats = runner.config.max_pass_tokens(), runner.config.max_batch_size
-    for rows in sorted({min(rows, most) for rows in FEW_ROWS}):
-        gain_s = HOST_S + min(rows, seats) * HOST_TOKEN_S
-        if rows > seats:  # the pass has a prompt
-            gain_s += HOST_REQUEST_S
-        seconds = []
-        for stream.few_rows in (rows, 0):  # passes with one thread less, then with all
-            stream.take_times()
-            for _ in range(TRIALS):
-                runner.pool.reset_prefix_cache()
-                _decode(runner, [SamplingParams(temperature=0.0)], prompt_tokens=rows)
-            passes = stream.take_times()[::2]  # without sampling
-            if not passes:
-                return few
-            seconds.append(min(ended - began for _, began, ended in passes))
-        logger.debug("a pass of %d rows, with a thread less and with all: %s s", rows, seconds)
-        if seconds[0] >= seconds[1] + gain_s or seconds[1] > LONG_S:
-            break
-        few = rows
-    return few
 
 
 def capture(runner: Runner, graphs: Graphs) -> None:
@@ -163,28 +111,25 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
     return cost
 
 
-def _decode(
-    runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0, prompt_tokens: int = 1
-) -> float:
-    """Compute a prompt for each item of `batch`, then decode steps of these sequences.
+def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, guesses: int = 0) -> float:
+    """Compute a prompt of one token for each item of `batch`, then decode steps of these sequences.
 
     Args:
         runner: with nothing in flight.
         batch: the sampling parameters of each sequence.
         tokens: number of decode steps.
         guesses: number of guesses of each sequence in each decode step.
-        prompt_tokens: length of each prompt.
 
     Returns:
         The seconds of the last step. 0 if sequences cannot be that long, or if the KV memory is too small: then
         nothing is computed.
     """
     longest = runner.config.max_seq_len
-    if longest is not None and prompt_tokens + tokens + guesses > longest:
+    if longest is not None and 1 + tokens + guesses > longest:
         return 0.0
-    requests = [Request(f"warm-up {i}", [0] * prompt_tokens, params) for i, params in enumerate(batch)]
+    requests = [Request(f"warm-up {i}", [0], params) for i, params in enumerate(batch)]
     step_s = 0.0
-    if all(runner.pool.reserve(request, prompt_tokens + tokens + guesses) for request in requests):
+    if all(runner.pool.reserve(request, 1 + tokens + guesses) for request in requests):
         for request in requests:
             request.start_prefill()
         plans = [StepPlan(prefill=tuple(PrefillChunk.rest(request) for request in requests))]

@@ -14,7 +14,7 @@ import common.startup.build
 import common.startup.phases
 from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
-from common.kv import kv_bytes
+from common.models.config import kv_bytes
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
 

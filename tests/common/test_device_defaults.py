@@ -1,10 +1,8 @@
-"""Sizes that the user does not give: fixed on a CPU, by free memory and a measurement on a GPU (a stand-in)."""
+"""Sizes that the user does not give: fixed on a CPU, by free memory on a GPU (a stand-in)."""
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +15,14 @@ from common.server.options import read_options
 from common.startup.memory import estimate_memory
 from common.startup.phases import find_phase, phase_names
 from common.startup.sizing import (
-    CHUNKS,
     CONTEXT_SHARE,
+    GPU_CHUNK,
     GPU_SHARE,
     log_sizes,
-    measured_chunk,
-    pass_s,
-    saturating,
     sized_for,
     with_context,
-    with_measured_chunk,
 )
-from tests.support.engines import CPU, tiny_model
+from tests.support.engines import CPU
 
 CUDA = torch.device("cuda")
 MODEL = open_checkpoint("dummy:llama-3.2-1b").config
@@ -49,8 +43,8 @@ def total(config: Any) -> int:
 @pytest.mark.parametrize("phase", phase_names())
 @pytest.mark.parametrize("free", [6, 24, 80])
 def test_a_gpu_is_filled(phase: str, free: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more sequence, or one more block, would not fit. The largest chunk that may be measured fits."""
-    config = sized(phase, free, monkeypatch).with_chunk(CHUNKS[-1])
+    """One more sequence, or one more block, would not fit."""
+    config = sized(phase, free, monkeypatch)
     usable = GPU_SHARE * free * 2**30
     assert total(config) <= usable
     assert config.kv_tokens() >= 4096
@@ -106,12 +100,16 @@ def test_the_context_is_the_models_where_memory_allows_it(
 def test_a_given_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     config = sized("9", 80, monkeypatch, max_batch_size=24, num_blocks=100, prefill_chunk_size=64)
     assert (config.max_batch_size, config.num_blocks) == (24, 100)
-    assert config.with_chunk(1024) is config
+    assert config.prefill_chunk_size == 64
     config = sized("9", 80, monkeypatch, max_batch_size=24, prefill_token_budget=300)
     assert config.max_batch_size == 24
     assert config.num_blocks > 24 * 4096 // 16
-    chunked = config.with_chunk(1024)
-    assert (chunked.prefill_chunk_size, chunked.prefill_token_budget) == (1024, 300)
+    assert (config.prefill_chunk_size, config.prefill_token_budget) == (GPU_CHUNK, 300)
+
+
+def test_a_chunk_on_a_gpu_is_no_longer_than_a_sequence_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sized("7", 80, monkeypatch).prefill_chunk_size == GPU_CHUNK
+    assert sized("7", 80, monkeypatch, max_seq_len=512).prefill_chunk_size == 512
 
 
 def test_where_one_sequence_does_not_fit_seats_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,50 +134,6 @@ def test_a_flag_with_the_default_value_is_given() -> None:
     _, config = read_options(package, ["--max-batch-size", "8"])
     assert config.model_fields_set == {"max_batch_size"}
     assert read_options(package, [])[1] == package.Config()
-
-
-def test_the_smallest_chunk_that_is_nearly_as_fast_as_the_best() -> None:
-    assert saturating({256: 1.0, 512: 1.2, 1024: 2.0, 2048: 3.9}) == 1024
-    assert saturating({256: 1.0, 512: 2.0, 1024: 4.0}) == 256
-    assert saturating({}) == CHUNKS[0]
-
-
-def test_a_chunk_is_measured_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[int] = []
-
-    def timed(tokens: int) -> float | None:
-        calls.append(tokens)
-        return None if tokens > 2048 else max(1.0, tokens / 900)
-
-    path = tmp_path / "folder" / "chunk.json"
-    with caplog.at_level(logging.INFO):
-        assert measured_chunk(path, timed, "a GPU") == 1024
-        assert measured_chunk(path, timed, "a GPU") == 1024
-    assert calls == list(CHUNKS)
-    assert "chunks of 1024 tokens saturate a GPU" in caplog.text
-    path.write_text("{")
-    assert measured_chunk(path, timed, "a GPU") == 1024, "a broken file is measured again"
-    assert set(json.loads(path.read_text())) == {"256", "512", "1024", "2048"}
-
-
-def test_each_length_has_a_measurement_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server of short sequences times no long chunks. The next server, of longer ones, must not miss them."""
-    model = tiny_model()
-    monkeypatch.setattr(type(model), "device", CUDA)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(common.startup.sizing, "pass_s", lambda _, tokens: 1.0 if tokens <= longest else None)
-    chunks = []
-    for longest in (512, 8192, 4096):
-        given = find_phase("7").Config(max_seq_len=longest)
-        chunks.append(with_measured_chunk(given, model, tmp_path).prefill_chunk_size)
-    assert chunks == [512, 4096, 4096]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_pass_is_timed() -> None:
-    model = tiny_model()
-    assert (pass_s(model, 8) or 0.0) > 0.0
-    assert pass_s(model, model.max_positions + 1) is None
 
 
 def test_each_size_is_printed_with_its_origin(caplog: pytest.LogCaptureFixture) -> None:

@@ -112,34 +112,6 @@ def test_the_best_stream_for_a_device() -> None:
         assert isinstance(open_stream(torch.device("cpu"), recorded=True), TapeStream)
 
 
-class CountsThreads:
-    """A player that notes the number of threads of each pass, and plays none."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-
-    def drain(self) -> None:
-        pass
-
-    def submit(self, _: object, __: object, ___: int, threads: int) -> int:
-        self.threads.append(threads)
-        return len(self.threads)
-
-
-@pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
-@pytest.mark.parametrize(
-    ("few_rows", "threads"), [(None, [4, 4, 4, 4]), (0, [4, 4, 4, 4]), (2, [3, 3, 4, 4])]
-)
-def test_work_of_few_rows_has_one_thread_less(few_rows: int | None, threads: list[int]) -> None:
-    stream = TapeStream(4)
-    assert stream.few_rows == 0, "a number of threads that was asked for is kept"
-    stream._player = player = CountsThreads()
-    stream.few_rows = few_rows
-    for rows in (1, 1, 2, 3, None):  # the first is recorded
-        stream.submit("double", lambda x: (x * 2,), [torch.ones(1)], rows=rows)
-    assert player.threads == threads
-
-
 @pytest.mark.gpu
 def test_a_gpu_copies_what_is_done_while_it_computes_what_follows() -> None:
     stream = open_stream(torch.device("cuda"), recorded=False)

@@ -26,7 +26,8 @@ from common.engine.reference import ContiguousCache
 from common.engine.scheduling import PrefillChunk, StepPlan
 from common.engine.telemetry import Telemetry
 from common.hosting import calls as engine_calls
-from common.kv import KVShape, Span, kv_bytes
+from common.kv import KVShape, Span
+from common.models.config import kv_bytes
 from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import phase9_pipelined
 from common.devices.graphs import graph_sizes
-from common.devices.streams import Pending, TapeStream, ThreadStream
-from common.devices.work_times import Work
+from common.devices.streams import TapeStream, ThreadStream
 from common.engine.scheduling import StepPlan
 from common.request import Request, SamplingParams
-from common.startup.warm_up import FEW_ROWS, capture, record
+from common.startup.warm_up import capture
 from kernels import native
-from kernels.tape import Function
 from tests.support.engines import assert_all_free, run
 from tests.support.graphs import StandIns
 from tests.support.pools import caching
@@ -90,77 +86,20 @@ def test_steps_may_be_called_from_python() -> None:
     assert len(run(engine)) == 5
 
 
-class TimedStream(TapeStream):
-    """A stream whose passes take the given milliseconds, by their rows: with one thread less, and with all."""
-
-    def __init__(self, passes_ms: dict[int, tuple[float, float]]) -> None:
-        super().__init__()
-        self.few_rows = None
-        self.passes_ms = passes_ms
-        self.played: list[Work] = []
-
-    def submit(
-        self, key: Hashable, function: Function, inputs: Sequence[Tensor], *others: Any, **options: Any
-    ) -> Pending:
-        if self.few_rows is not None:
-            one_less, with_all = self.passes_ms[options["rows"]] if key == "forward" else (0.001, 0.001)
-            ms = one_less if options["rows"] <= self.few_rows else with_all
-            self.played.append(Work(key, 10.0, 10.0 + ms / 1e3))
-        return super().submit(key, function, inputs, *others, **options)
-
-    def take_times(self) -> list[Work]:
-        played, self.played = self.played, []
-        return played
-
-
-LONGEST = 256 + 8  # rows of a pass: a chunk of a prompt, and a token of each other sequence
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("passes_ms", "few"),
-    [
-        ({1: (10, 8)}, 0),
-        ({1: (8.1, 8), 2: (8.2, 8), 4: (10, 8)}, 2),
-        ({1: (7, 8), 2: (8.5, 8)}, 1),
-        ({1: (7, 8), 2: (31, 31)}, 1),
-        ({1: (7, 8), 2: (7, 8), 4: (8.37, 8), 8: (8.47, 8)}, 4),  # 0.02 ms more for each row
-        # With more rows than there are seats (8), a pass has a prompt: 4 ms more for its request.
-        ({1: (7, 8), 2: (7, 8), 4: (7, 8), 8: (8.45, 8), 16: (12.45, 8), 32: (12.47, 8)}, 16),
-        (dict.fromkeys((*FEW_ROWS, LONGEST), (9, 9)), LONGEST),
-    ],
-)
-def test_rows_are_few_while_the_host_gains_more(passes_ms: dict[int, tuple[float, float]], few: int) -> None:
-    runner = runner_of(zoo_engine(max_seq_len=300, num_blocks=300, max_batch_size=8, prefill_chunk_size=256))
-    runner.stream = stream = TimedStream(passes_ms)
-    record(runner, stream)
-    assert stream.few_rows == few
-
-
-@needs_native
-def test_no_pass_is_longer_than_a_sequence_may_be() -> None:
-    engine = zoo_engine(max_seq_len=3, max_batch_size=1)
-    runner = runner_of(engine)
-    runner.stream = stream = TimedStream(dict.fromkeys(FEW_ROWS, (7, 8)))
-    record(runner, stream)
-    assert stream.few_rows == 2
-    assert engine.telemetry.counters.failed_passes == 0
-
-
-@needs_native
-def test_no_pass_is_longer_than_passes_may_be() -> None:
-    """Memory is estimated for passes of a chunk and of the sequences that decode."""
-    runner = runner_of(zoo_engine(max_batch_size=2, prefill_chunk_size=8))
-    runner.stream = stream = TimedStream(dict.fromkeys((1, 2, 4, 8, 10), (7, 8)))
-    record(runner, stream)
-    assert stream.few_rows == runner.config.max_pass_tokens() == 10
-
-
 @needs_native
 def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
     stream = runner_of(zoo_engine(pass_threads=3)).stream
     assert isinstance(stream, TapeStream)
-    assert (stream.threads, stream.few_rows) == (3, 0)
+    assert stream.threads == 3
+
+
+@needs_native
+def test_a_small_model_leaves_the_host_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    streams = [runner_of(zoo_engine()).stream]
+    monkeypatch.setattr("phase9_pipelined.runner.SMALL_MODEL_BYTES", 1)
+    streams.append(runner_of(zoo_engine()).stream)
+    assert [stream.threads for stream in streams if isinstance(stream, TapeStream)] == [3, 4]
 
 
 @needs_native
