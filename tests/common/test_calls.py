@@ -30,8 +30,7 @@ from common.constrained.tool_calls import (
     written,
 )
 from common.errors import InvalidGrammarError
-from common.server.api.call_readers import new_reader
-from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from tests.support.tool_schemas import parameters
 

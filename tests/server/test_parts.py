@@ -13,9 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.models import WordLevel
 
-from common.server.api import call_readers
-from common.server.api.call_readers import End, HermesReader, LlamaReader, PythonReader, new_reader
-from common.server.api.parts import ArgumentsPart, CallPart, PartsReader, ReasoningPart, TextPart
+from common.server.api import parts as parts_module
+from common.server.api.parts import (
+    ArgumentsPart,
+    Brackets,
+    CallPart,
+    HermesReader,
+    LlamaReader,
+    PartsReader,
+    PythonReader,
+    ReasoningPart,
+    TextPart,
+    new_reader,
+)
 from common.text.chat_template import ChatTemplate
 from common.text.dialect import Dialect, opens_thought
 from common.text.tokenizer import Tokenizer
@@ -156,6 +166,12 @@ CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
         [],
     ),
     "llama, JSON of a tool's name": (LlamaReader, '{"name": "add"}', '{"name": "add"}', []),
+    "llama, a list as the name": (
+        LlamaReader,
+        '{"name": ["add"], "parameters": {}}',
+        '{"name": ["add"], "parameters": {}}',
+        [],
+    ),
     "llama, nested deeply": (LlamaReader, '{"name": ' + "[" * 2000, '{"name": ' + "[" * 2000, []),
     "llama, broken off early": (LlamaReader, '{"name": "wea', '{"name": "wea', []),
     "llama, a call behind text": (LlamaReader, "Say " + LLAMA, "Say " + LLAMA, []),
@@ -303,6 +319,20 @@ def test_text_is_held_back_only_while_it_may_become_a_marker() -> None:
     assert reader.finish() == []
 
 
+def count_searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the length of each text that is searched for brackets."""
+    searched: list[int] = []
+    find = Brackets.find
+
+    def counted(brackets: Brackets, piece: str, *, to_inner: bool = False) -> int | None:
+        found = find(brackets, piece, to_inner=to_inner)
+        searched.append(len(piece) if found is None else found)
+        return found
+
+    monkeypatch.setattr(Brackets, "find", counted)
+    return searched
+
+
 @pytest.mark.parametrize(
     ("kind", "before", "behind"),
     [
@@ -316,24 +346,17 @@ def test_a_long_call_is_searched_once_and_parsed_once(
     kind: type[PartsReader], before: str, behind: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call comes letter by letter. Brackets inside a string must not be taken for its end."""
-    searched: list[int] = []
-    find = End.find
-
-    def counted(end: End, piece: str) -> int | None:
-        searched.append(len(piece))
-        return find(end, piece)
-
-    monkeypatch.setattr(End, "find", counted)
+    searched = count_searched(monkeypatch)
     parses = {
-        name: MagicMock(wraps=getattr(call_readers, name)) for name in ("_HEAD", "_loaded", "_named_values")
+        name: MagicMock(wraps=getattr(parts_module, name)) for name in ("_HEAD", "_loaded", "_named_values")
     }
     for name, parse in parses.items():
-        monkeypatch.setattr(call_readers, name, parse)
+        monkeypatch.setattr(parts_module, name, parse)
     text = before + "a)}, " * 500 + (behind if is_whole else "")
     _, _, calls = read(kind(names=NAMES), *text)
     assert bool(calls) is (is_whole and kind is not LlamaReader)  # Llama's text names no known tool
     assert sum(searched) <= len(text)
-    assert parses["_HEAD"].match.call_count <= 2
+    assert parses["_HEAD"].fullmatch.call_count <= 2
     assert parses["_loaded"].call_count + parses["_named_values"].call_count <= 2
 
 
@@ -364,21 +387,14 @@ def test_the_work_grows_with_the_text(case: str, monkeypatch: pytest.MonkeyPatch
     """Every delta is read together with the text that is still held, so little may be held; and text is searched
     again only so many times."""
     kind, beginning, piece = ENDLESS[case]
-    searched: list[int] = []
-    find = End.find
-
-    def counted(end: End, piece: str) -> int | None:
-        searched.append(len(piece))
-        return find(end, piece)
-
-    monkeypatch.setattr(End, "find", counted)
+    searched = count_searched(monkeypatch)
     text = beginning + piece * (6000 // len(piece))
     reader = kind(thinks=True, names=NAMES)
     for letter in text:
         reader.add(letter)
         assert len(reader._held) <= 12
     reader.finish()
-    assert sum(searched) <= (2 + call_readers.MOST_SEARCHES) * len(text)
+    assert sum(searched) <= (2 + parts_module.MOST_SEARCHES) * len(text)
 
 
 def test_each_call_has_an_id_of_its_own() -> None:

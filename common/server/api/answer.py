@@ -16,9 +16,8 @@ import orjson
 
 from common.hosting.async_engine import RequestStream
 from common.request import StepOutput, TokenLogprobs
-from common.server.api.call_readers import new_reader
 from common.server.api.intake import Lane
-from common.server.api.parts import Part, PartsReader, TextPart
+from common.server.api.parts import Part, PartsReader, TextPart, new_reader
 from common.server.api.shapes import AnswerOrigin, Logprobs, StopReason, Usage
 from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import from_exception
@@ -82,7 +81,7 @@ class Choice:
     reader: PartsReader | None = None
 
     def parts(self, output: StepOutput) -> list[Part]:
-        """Return the text of an output, cut into pieces of answer, thoughts and tool calls (`replies.parts`).
+        """Return the text of an output, cut into pieces of answer, thoughts and tool calls (`parts`).
 
         Call this once for each output, in order: text may be held back until a later output.
         """

@@ -20,12 +20,24 @@ a model without thoughts.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+import sys
 import uuid
-from collections.abc import Callable, Collection
+from ast import literal_eval
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
-from common.text.dialect import THOUGHT_MARKERS
+from pydantic_core import from_json
+
+from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+
+T = TypeVar("T")
+
+#: A generator that reads text. It yields when it needs the next delta, and returns what it has read.
+Reading = Generator[None, None, T]
 
 _SPACE = re.compile(r"\s*")
 
@@ -65,13 +77,66 @@ class ArgumentsPart:
 Part = TextPart | ReasoningPart | CallPart | ArgumentsPart
 
 
-class PartsReader:
-    """Cuts the text of one choice into thoughts, answer text and (in the subclasses of `call_readers`) tool calls.
+class Brackets:
+    """Finds where a bracket closes, in text that comes in pieces. Each character is read once.
 
-    The reader is a state machine. A state is a method that consumes as much of the held text as it can, and may
-    set the next state. It returns True if the reader should go on at once with the state that is set. A state that
-    returns False leaves no more text held than a marker is long, so the work grows with the text and not with its
-    square.
+    Args:
+        depth: number of brackets that are open already.
+        python: the text is Python: strings may have single quotes, and brackets may be round.
+
+    Attributes:
+        depth: number of open brackets after the text so far. Brackets in strings do not count.
+        commas: the indices, in all pieces joined, of the commas directly inside the outermost bracket.
+    """
+
+    def __init__(self, depth: int = 0, *, python: bool = False) -> None:
+        self.depth = depth
+        self.commas: list[int] = []
+        self._python = python
+        self._quotes, self._openers, self._closers = ("\"'", "{[(", "}])") if python else ('"', "{[", "}]")
+        self._read = 0  # characters of earlier pieces
+        self._quote = ""  # opened the string that is being read; "": outside of strings
+        self._escaped = False
+
+    def find(self, piece: str, *, to_inner: bool = False) -> int | None:
+        """Read the next piece. Return the length of its beginning that ends with the closing bracket; None if that
+        bracket has not come.
+
+        JSON has no `<` outside of strings, so a JSON object that is not closed ends before a `<`.
+
+        Args:
+            piece: the text.
+            to_inner: end before a bracket that opens inside the outermost one, too.
+        """
+        for at, character in enumerate(piece):
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = character == "\\"
+                self._quote = "" if character == self._quote else self._quote
+            elif character in self._quotes:
+                self._quote = character
+            elif character in self._openers:
+                if to_inner and self.depth == 1:
+                    return at
+                self.depth += 1
+            elif character in self._closers:
+                self.depth -= 1
+                if self.depth == 0:
+                    return at + 1
+            elif character == "," and self.depth == 1:
+                self.commas.append(self._read + at)
+            elif character == "<" and not self._python:
+                return at
+        self._read += len(piece)
+        return None
+
+
+class PartsReader:
+    """Cuts the text of one choice into thoughts, answer text and (in its subclasses) tool calls.
+
+    The text is read by one generator, `_read`, which waits for the next delta wherever it cannot go on. While it
+    waits, no more text is held than a marker is long, so the work grows with the text and not with its square.
 
     Args:
         thinks: the model may think, so the text may begin with `<think>`.
@@ -82,26 +147,27 @@ class PartsReader:
         calls: number of calls so far.
         in_call: True while a call's arguments are returned in pieces and their end has not come.
         thinks: True if the argument `thinks` or `thinking` is.
-        thoughts: number of deltas from the beginning of the text to the end of the thoughts; 0 if none began.
     """
 
     def __init__(self, *, thinks: bool = False, thinking: bool = False, names: Collection[str] = ()) -> None:
         self.thinks = thinks or thinking
-        self.thoughts = 0
         self.calls = 0
         self.in_call = False
-        self._deltas = 0
         self._names = frozenset(names)
-        self._held = ""  # text that no state has consumed yet
-        self._space: list[
-            str
-        ] = []  # consumed white space, which belongs to the answer unless a marker follows
+        self._held = ""  # text that was not read yet
+        self._num_added = 0  # characters of all deltas
+        self._final = False  # no delta comes any more
+        self._deltas = 0
+        self._in_thought = False
+        self._thoughts = 0  # see `thoughts`, once the thoughts have ended
         self._behind_call = False
         self._parts: list[Part] = []
-        self._final = False
-        self._state: Callable[[], bool] = self._begin_thought
-        if not thinking:
-            self._state = self._begin if thinks else self._answer
+        self._reading = self._read(thinking)
+
+    @property
+    def thoughts(self) -> int:
+        """Number of deltas from the beginning of the text to the end of the thoughts; 0 if none began."""
+        return self._deltas if self._in_thought else self._thoughts
 
     @property
     def may_call(self) -> bool:
@@ -116,9 +182,9 @@ class PartsReader:
     def add(self, delta: str) -> list[Part]:
         """Return the parts that are certain now that the next piece of text, `delta`, has come."""
         self._held += delta
+        self._num_added += len(delta)
         self._deltas += not self._final
-        while self._state():
-            pass
+        next(self._reading, None)
         parts, self._parts = self._parts, []
         return parts
 
@@ -127,53 +193,40 @@ class PartsReader:
         self._final = True
         return self.add("")
 
-    # ------------------------------------------------------------------ thoughts
+    # ------------------------------------------------------------------ the text, from its beginning to its end
 
-    def _begin(self) -> bool:
-        text, marker = self._without_space(), THOUGHT_MARKERS[0]
-        if text.startswith(marker):
-            self._taken_space()
-            self._held, self._state = text.removeprefix(marker), self._begin_thought
-            return True
-        if marker.startswith(text) and not self._final:
-            return False
-        self._held, self._state = self._taken_space() + text, self._answer
-        return True
+    def _read(self, thinking: bool) -> Reading[None]:
+        """Read the whole text: a thought, if there is one, then the answer."""
+        if self.thinks and not thinking:
+            space = yield from self._space()
+            marker = yield from self._next(THOUGHT_MARKERS[0])
+            self._take(len(marker))
+            thinking = bool(marker)
+            self._give_back("" if marker else space)
+        if thinking:
+            self._in_thought = True
+            yield from self._space()
+            yield from self._say_until(self._add_thought, THOUGHT_MARKERS[1])
+            self._in_thought, self._thoughts = False, self._deltas
+            yield from self._space()
+        yield from self._answer()
 
-    def _begin_thought(self) -> bool:
-        self.thoughts = self._deltas
-        self._held = self._held.lstrip()
-        if self._held:
-            self._state = self._thought
-        return bool(self._held)
+    def _answer(self) -> Reading[None]:
+        """Read the text behind the thoughts: all of it is the answer. Subclasses look for calls, too."""
+        yield from self._text()
 
-    def _thought(self) -> bool:
-        self.thoughts = self._deltas
-        thought, marker = self._text_before(THOUGHT_MARKERS[1])
-        if thought:
-            self._parts.append(ReasoningPart(thought))
-        if marker:
-            self._taken_space()
-            self._state = self._end_thought
-        return bool(marker)
+    def _text(self) -> Reading[None]:
+        """Read answer text in which no call is looked for, up to the end."""
+        while True:
+            self._say(self._take())
+            if self._final:
+                return
+            yield
 
-    def _end_thought(self) -> bool:
-        self._held = self._held.lstrip()
-        if self._held:
-            self._state = self._answer
-        return bool(self._held)
+    # ------------------------------------------------------------------ parts
 
-    # ------------------------------------------------------------------ the answer
-
-    def _answer(self) -> bool:
-        """State after the thoughts: all of the text belongs to the answer. Subclasses look for calls instead."""
-        return self._text()
-
-    def _text(self) -> bool:
-        """State in answer text that no call follows."""
-        self._say(self._held)
-        self._held = ""
-        return False
+    def _add_thought(self, text: str) -> None:
+        self._parts.append(ReasoningPart(text))
 
     def _say(self, text: str) -> None:
         """Add `text` to the parts as answer text. White space after a call is left out."""
@@ -193,39 +246,401 @@ class PartsReader:
 
     # ------------------------------------------------------------------ held text
 
-    def _without_space(self, space: re.Pattern[str] = _SPACE) -> str:
-        """Move what `space` matches from the beginning of the held text to the consumed white space. Return the
-        rest of the held text."""
-        found = space.match(self._held)
-        if found is not None and found.end():
-            self._space.append(found[0])
-            self._held = self._held[found.end() :]
-        return self._held
+    def _take(self, length: int | None = None) -> str:
+        """Remove so many characters from the held text and return them. None: all of it."""
+        taken = self._held[:length]
+        self._held = self._held[len(taken) :]
+        return taken
 
-    def _taken_space(self) -> str:
-        """Return the consumed white space, and forget it."""
-        space, self._space = "".join(self._space), []
-        return space
+    def _give_back(self, text: str) -> None:
+        """Put text that was taken in front of the held text again."""
+        self._held = text + self._held
 
-    def _text_before(self, *markers: str) -> tuple[str, str]:
-        """Consume the held text up to and including the first of `markers`.
+    def _space(self, space: re.Pattern[str] = _SPACE) -> Reading[str]:
+        """Take all that `space` matches, and return it once another character or the end of the text has come."""
+        taken = []
+        while True:
+            found = space.match(self._held)
+            taken.append(self._take(found.end() if found else 0))
+            if self._held or self._final:
+                return "".join(taken)
+            yield
 
-        Returns the text that is certain, and the marker: "" if none has come. White space at the end of the text is
-        not certain, since it belongs to a marker that may follow, and an end that may become a marker stays held.
-        In `finish`, all of the text is certain.
+    def _next(self, *markers: str) -> Reading[str]:
+        """Return the longest of `markers` that the held text begins with, once that is certain; "": it begins with
+        none. The marker stays held."""
+        while not self._final and any(
+            marker.startswith(self._held) and marker != self._held for marker in markers
+        ):
+            yield
+        return max((each for each in markers if self._held.startswith(each)), key=len, default="")
+
+    def _say_until(self, say: Callable[[str], None], *markers: str) -> Reading[tuple[str, str]]:
+        """Take text up to and including the first of `markers`, and pass the text before it to `say` in pieces.
+
+        White space at the end of a piece waits, since it belongs to a marker that may follow. So does an end that
+        may become a marker. Returns the white space before the marker, and the marker. If none comes, all of the
+        text goes to `say`, and both are empty.
         """
-        held, at, marker = self._held, len(self._held), ""
-        places = [(place, each) for each in markers if (place := held.find(each)) >= 0]
-        if places:
-            at, marker = min(places)
-        elif not self._final:
-            longest = min(max(map(len, markers)) - 1, len(held))
-            ends = (n for n in range(longest, 0, -1) if any(m.startswith(held[-n:]) for m in markers))
-            at -= next(ends, 0)
-        self._held = held[at + len(marker) :]
-        if self._final and not marker:
-            return self._taken_space() + held, ""
-        text = held[:at].rstrip()
-        before = self._taken_space() if text else ""
-        self._space.append(held[len(text) : at])
-        return before + text, marker
+        spaces: list[str] = []
+        while True:
+            held = self._held
+            at, marker = min(
+                ((held.find(each), each) for each in markers if each in held), default=(len(held), "")
+            )
+            if not marker and not self._final:
+                at -= _begun(held, markers)
+            text = held[:at] if self._final and not marker else held[:at].rstrip()
+            if text:
+                say("".join(spaces) + text)
+                spaces.clear()
+            spaces.append(held[len(text) : at])
+            self._held = held[at + len(marker) :]
+            if marker:
+                return "".join(spaces), marker
+            if self._final:
+                if rest := "".join(spaces):
+                    say(rest)
+                return "", ""
+            yield
+
+    def _bracketed(
+        self, brackets: Brackets, take: Callable[[str], None], *, to_inner: bool = False
+    ) -> Reading[None]:
+        """Pass text to `take`, in pieces, up to where `brackets` finds its end, or to the end of the text."""
+        while True:
+            end = brackets.find(self._held, to_inner=to_inner)
+            if piece := self._take(end):
+                take(piece)
+            if end is not None or self._final:
+                return
+            yield
+
+
+def _begun(text: str, markers: Collection[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a marker."""
+    longest = min(max(map(len, markers)) - 1, len(text))
+    ends = (n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in markers))
+    return next(ends, 0)
+
+
+# ---------------------------------------------------------------------- calls written as JSON
+
+#: The beginning of a call whose name comes first, up to its arguments, so that these can be streamed.
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+
+#: White space before a call's object. Some models write a list of calls.
+_LIST = re.compile(r"[\s\[]*")
+
+#: White space and separators behind a call's object.
+_SEPARATORS = re.compile(r"[\s,;\]]*")
+
+#: Text that looked like a call and was none is searched again for calls inside it, as long as all text that was
+#: searched in vain is at most so many times as long as the answer. This bounds the work for an answer full of
+#: beginnings of calls.
+MOST_SEARCHES = 4
+
+
+class _JsonReader(PartsReader):
+    """Reads calls that are JSON objects with a name and arguments."""
+
+    markers: ClassVar[tuple[str, ...]]  # before calls and, if there is one, behind them
+    takes_none: ClassVar[bool]  # whether a call may lack the field of its arguments
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._in_vain = 0  # characters that were searched for the end of a call, and were none
+
+    def _answer(self) -> Reading[None]:
+        opener = self.markers[0]
+        called = False  # then the marker behind calls may come
+        while True:
+            markers = self.markers if called else (opener,)
+            space, marker = yield from self._say_until(self._say, *markers)
+            if not marker:
+                return
+            called = marker == opener and (yield from self._calls(space + marker))
+
+    def _calls(self, before: str) -> Reading[bool]:
+        """Read calls and the separators between them. Returns whether there was any.
+
+        Args:
+            before: the text in front of the first call, which is answer text if no call follows.
+        """
+        earlier = self.calls
+        while (yield from self._call(before)):
+            before = yield from self._space(_SEPARATORS)
+            if not self._held.startswith("{"):
+                marker = yield from self._next(*self.markers)
+                if self._held and not marker:
+                    self._give_back(before)
+                break
+        return self.calls > earlier
+
+    def _call(self, before: str) -> Reading[bool]:
+        """Read a call, with `before` in front of it. Returns whether another call may follow it."""
+        before += yield from self._space(_LIST)
+        if not self._held.startswith("{"):
+            self._say(before)
+            return False
+        pieces: list[str] = []
+        brackets = Brackets()
+        yield from self._bracketed(brackets, pieces.append, to_inner=True)
+        head = _HEAD.fullmatch("".join(pieces))
+        if head and self._held.startswith("{") and _loaded(head[1]) in self._names:
+            return (yield from self._stream(_loaded(head[1])))
+        yield from self._bracketed(brackets, pieces.append)
+        text = "".join(pieces)
+        call = None if brackets.depth else self._call_of(_loaded(text))
+        if call is None:
+            self._no_call(before, text)
+            return False
+        self._begin_call(call[0])
+        self._add_arguments(json.dumps(call[1], ensure_ascii=False))
+        return True
+
+    def _stream(self, name: str) -> Reading[bool]:
+        """Read a call from its arguments on, and return these piece by piece. Returns as `_call`.
+
+        The end of the call's object, perhaps with more members, is left out. If the object is not closed, the text
+        behind the arguments is answer text.
+        """
+        self._begin_call(name)
+        self.in_call = True
+        arguments = Brackets()
+        yield from self._bracketed(arguments, self._add_arguments)
+        self.in_call = arguments.depth > 0 and not self._held  # not if a `<` ends them
+        space = yield from self._space()
+        if not self._held.startswith(("}", ",")):
+            return True
+        pieces: list[str] = []
+        rest = Brackets(depth=1)
+        yield from self._bracketed(rest, pieces.append)
+        text = "".join(pieces)
+        if rest.depth or _loaded('{"": 0' + text) is None:
+            self._no_call(space, text)
+            return False
+        return True
+
+    def _no_call(self, before: str, text: str) -> None:
+        """Say `before`, and go back to the beginning of `text`, which was searched for a call in vain."""
+        self._say(before)
+        self._in_vain += len(text)
+        if self._in_vain <= MOST_SEARCHES * (self._num_added - len(self._held)):
+            self._give_back(text)
+        else:
+            self._say(text)
+
+    def _call_of(self, value: Any) -> tuple[str, dict[str, Any]] | None:
+        """Return the name and the arguments of a call. None if `value` is not a call of one of the tools."""
+        match value:
+            case {"name": str(name)} if name in self._names:
+                arguments = value.get("arguments", value.get("parameters"))
+            case _:
+                return None
+        if arguments in (None, "") and self.takes_none:
+            arguments = {}
+        elif isinstance(arguments, str):
+            arguments = _loaded(arguments)
+        return (name, arguments) if isinstance(arguments, dict) else None
+
+
+class HermesReader(_JsonReader):
+    """Reads `<tool_call>{"name": …, "arguments": …}</tool_call>`, anywhere in the answer, any number of times.
+
+    Several calls may stand between the markers. The closing marker may be missing.
+    """
+
+    markers = HERMES_MARKERS
+    takes_none = True
+
+
+class LlamaReader(_JsonReader):
+    """Reads `{"name": …, "parameters": …}` at the beginning of an answer, or after `<|python_tag|>` anywhere.
+
+    Further calls may follow, separated by semicolons, commas or white space.
+    """
+
+    markers = (PYTHON_TAG,)
+    takes_none = False
+
+    def _answer(self) -> Reading[None]:
+        space = yield from self._space()
+        if self._held.startswith("{"):
+            yield from self._calls(space)
+        else:
+            self._give_back(space)
+        yield from super()._answer()
+
+
+# ---------------------------------------------------------------------- calls written as Python
+
+
+class PythonReader(PartsReader):
+    """Reads `[f(a=1), g(b="x")]` at the beginning of an answer. After ```` ```tool_code ````, the square brackets
+    may be missing.
+
+    A call is returned once all of it has come. Values are Python literals or JSON.
+    """
+
+    _FENCE: ClassVar[str] = "```tool_code"
+    _SEPARATORS: ClassVar[re.Pattern[str]] = re.compile(r"[\s,;]*")
+
+    def _answer(self) -> Reading[None]:
+        before = yield from self._space()
+        opener = yield from self._next("[", self._FENCE)
+        before += self._take(len(opener))
+        if opener == self._FENCE:
+            before += yield from self._space()
+            before += self._take(1 if self._held.startswith("[") else 0)
+        if opener:
+            before = yield from self._calls(before)
+        self._give_back(before)
+        yield from self._text()
+
+    def _calls(self, before: str) -> Reading[str]:
+        """Read calls and the end of their list. Returns text that turned out to be no call; "": it was one.
+
+        Args:
+            before: the text in front of the first call.
+        """
+        text = before
+        while True:
+            text += yield from self._space()
+            name = yield from self._next(*self._names)
+            text += self._take(len(name))
+            text += yield from self._space()
+            if not name or not self._held.startswith("("):
+                return text
+            text += self._take(1)
+            brackets, pieces = Brackets(depth=1, python=True), list[str]()
+            yield from self._bracketed(brackets, pieces.append)
+            inside = "".join(pieces)
+            is_call = brackets.depth == 0 and inside.endswith(")")
+            arguments = _named_values(inside[:-1], brackets.commas) if is_call else None
+            if arguments is None:
+                return text + inside
+            self._begin_call(name)
+            self._add_arguments(json.dumps(arguments, ensure_ascii=False))
+            text = yield from self._space(self._SEPARATORS)
+            if self._held[:1] in ("", "]", "`"):
+                break
+        for closer in ("]", "```"):
+            yield from self._space()
+            self._take(len((yield from self._next(closer))))
+        return ""
+
+
+def _named_values(text: str, commas: list[int]) -> dict[str, Any] | None:
+    """Return the values of the arguments `name=value` and `**{"name": value}` in `text` by name.
+
+    Returns None if an argument has another form, or a value for which `_value` raises an error.
+
+    Args:
+        text: the arguments.
+        commas: the indices of the commas between them.
+    """
+    values: dict[str, Any] = {}
+    for begin, end in itertools.pairwise([-1, *commas, len(text)]):
+        argument = text[begin + 1 : end].strip()
+        unpacked = argument.startswith("**")
+        name, equals, written = ("", "", argument[2:]) if unpacked else argument.partition("=")
+        if not argument:
+            continue
+        try:
+            value = _value(written.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+        if unpacked and isinstance(value, dict):
+            values |= value
+        elif equals and name.strip().isidentifier():
+            values[name.strip()] = value
+        else:
+            return None
+    return values
+
+
+# ---------------------------------------------------------------------- values
+
+#: The least integer with more digits than `json.dumps` writes.
+_TOO_LONG = 10**sys.int_info.default_max_str_digits
+
+
+def _loaded(text: str) -> Any:
+    """Return the value of a JSON text; None if the text is not JSON, is `null`, or is nested too deeply."""
+    try:
+        return _parsed(text)
+    except ValueError:
+        return None
+
+
+def _value(text: str) -> Any:
+    """Return the value of a JSON text or a Python literal.
+
+    Raises:
+        ValueError, SyntaxError: the text is neither, or is a literal that JSON cannot hold.
+        MemoryError, RecursionError: the text is nested too deeply.
+    """
+    try:
+        return _parsed(text)
+    except ValueError:
+        pass
+    try:
+        value = _finite(literal_eval(text))
+        return from_json(json.dumps(value))  # joins a pair of surrogates, such as '\ud83d\ude00'
+    except TypeError as error:  # bytes, sets, complex numbers, a dict as a key
+        raise ValueError(str(error)) from None
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is not JSON."""
+    return _finite(from_json(text, allow_inf_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with the largest float in place of numbers that no float can hold.
+
+    `1e999` is valid in JSON and in Python. It is read as infinity, which JSON cannot express.
+
+    Raises:
+        ValueError: the value has an integer with more digits than Python writes.
+    """
+    match value:
+        case int() if abs(value) >= _TOO_LONG:
+            raise ValueError("an integer has too many digits")
+        case float():
+            return max(-sys.float_info.max, min(value, sys.float_info.max))
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case _:
+            return value
+
+
+# ---------------------------------------------------------------------- the choice of a reader
+
+_READERS: dict[CallSyntax, type[PartsReader]] = {
+    "hermes": HermesReader,
+    "llama3_json": LlamaReader,
+    "pythonic": PythonReader,
+}
+
+
+def new_reader(
+    dialect: Dialect, *, names: Collection[str] = (), thinking: bool = False
+) -> PartsReader | None:
+    """Return a reader of one choice's text, or None if all of the text is the answer.
+
+    Args:
+        dialect: how the model marks thoughts and calls.
+        names: names of the tools that may be called; empty: calls are not looked for.
+        thinking: the prompt ends within a thought (`common.text.dialect.opens_thought`).
+    """
+    if names and dialect.calls is not None:
+        reader = _READERS[dialect.calls]
+    elif dialect.thinks:
+        reader = PartsReader
+    else:
+        return None
+    return reader(thinks=dialect.thinks, thinking=dialect.thinks and thinking, names=names)
