@@ -19,7 +19,7 @@ The other faults are tested in `tests/server`, whose tests check the next reques
 | fault | test |
 | --- | --- |
 | half body; an id that is 1 MB long | `test_limits.py`: `test_a_request_that_does_not_come_whole_or_is_none` |
-| body too large | `test_errors.py`: `test_a_body_over_the_limit` |
+| body too large | `test_refusals.py`: `test_a_body_over_the_limit` |
 | queue full | `test_traffic.py`: `test_sixteen_at_once_all_complete_and_one_more_is_refused` |
 | pool full with preemption | `test_traffic.py`: `test_everyone_completes_where_blocks_run_out` |
 | duplicate request ids | `test_access.py`: `test_requests_of_one_id_do_not_meet` |

@@ -1,4 +1,4 @@
-"""Chat: the rendered conversation, the chunks of its streams, and refusals."""
+"""Chat: the rendered conversation, the chunks of its streams, and other templates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import pytest
 
 from common.models.registry import ZOO, open_checkpoint
 from tests.server.support import MESSAGES, PREFIXES, ServerProcess, answer_of, assert_error, rendered
-
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/fox.png"}}
 
 
 @pytest.fixture(params=PREFIXES)
@@ -43,13 +40,6 @@ def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, pr
     assert (choice["logprobs"], choice["finish_reason"]) == (None, text["choices"][0]["finish_reason"])
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert answer["usage"][name] == text["usage"][name]
-
-
-def test_the_template_writes_the_only_bos(server: ServerProcess) -> None:
-    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
-    (bos,) = tokenizer.encode("")
-    assert rendered(MESSAGES).count(bos) == 1
-    assert chat(server)["usage"]["prompt_tokens"] == len(rendered(MESSAGES))
 
 
 def test_an_answer_ends_its_turn(server: ServerProcess) -> None:
@@ -119,85 +109,7 @@ def test_every_choice_has_its_role_and_all_have_one_usage(server: ServerProcess)
         assert not any("role" in delta for delta in deltas[1:])
 
 
-def test_nothing_streams_unless_asked_to(server: ServerProcess, prefix: str) -> None:
-    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
-    response = server.client.post(f"{prefix}/chat/completions", json=body, headers={"Accept": "*/*"})
-    assert response.json()["object"] == "chat.completion"
-
-
-# ---------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": MESSAGES * 1025}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 128}] * 16}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"max_tokens": None, "min_tokens": 1020}, "min_tokens"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "w o r d " * 600}], "max_tokens": None}, "messages"),
-        (
-            {"messages": [{"role": "user", "content": "é\u0081" * 900}], "max_tokens": None, "min_tokens": 9},
-            "messages",
-        ),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": {"chat_template": "rag"}}, "chat_template_kwargs.chat_template"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-    ],
-)
-def test_refusals(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
-    assert_error(post(server, **fields), 422, param)
-    assert_error(post(server, "/openai/v1", **fields), 400, param)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": "Hello"},
-        {"messages": [5]},
-        {"messages": [{"role": "user", "content": 5}]},
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        {"logprobs": 2},
-        {"chat_template_kwargs": []},
-    ],
-)
-def test_what_is_malformed(server: ServerProcess, prefix: str, fields: dict[str, Any]) -> None:
-    assert_error(post(server, prefix, **fields), 400, next(iter(fields)))
-
-
-@pytest.mark.parametrize(
-    ("part", "says"),
-    [
-        (IMAGE, "messages[2].content[1].type: 'image_url' is refused: only parts of type 'text' are read"),
-        ({"type": "input_audio", "input_audio": {}}, "'input_audio' is refused"),
-        ({"type": "x" * 5000}, "xxx…' is refused"),
-        ({"text": "x"}, "messages[2].content[1].type: Field required"),
-        ({"type": "text"}, "messages[2].content[1].text: Field required"),
-        ({"type": "text", "text": 5}, "messages[2].content[1].text: "),
-        (5, "messages[2].content[1]: Input should be"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_part_is_refused_for_what_is_wrong_with_it(server: ServerProcess, part: object, says: str) -> None:
-    messages = [*MESSAGES, {"role": "user", "content": [{"type": "text", "text": "Look:"}, part]}]
-    assert says in post(server, messages=messages).json()["error"]["message"]
-
-
-def test_choosing_no_tool_is_accepted(server: ServerProcess) -> None:
-    expected = chat(server)["choices"]
-    for choice in ("none", "auto"):
-        assert chat(server, tool_choice=choice, tools=[], parallel_tool_calls=True)["choices"] == expected
+# ---------------------------------------------------------------------- messages without text
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])

@@ -144,6 +144,13 @@ def test_an_explicit_stream_wins_over_accept(
     assert response.headers["content-type"].startswith(kind)
 
 
+def test_the_model_may_be_missing(server: ServerProcess) -> None:
+    for path in ("/v1/completions", "/openai/v1/completions", "/v1/chat/completions"):
+        answer = answer_of(server.ask(path, model=None, stream=False))
+        assert answer["model"] == server.model
+        assert answer["choices"] == answer_of(server.ask(path, stream=False))["choices"]
+
+
 # ---------------------------------------------------------------------- several choices
 
 

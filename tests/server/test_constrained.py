@@ -13,7 +13,6 @@ import pytest
 from tests.server.support import (
     PHASES,
     ServerProcess,
-    assert_error,
     eventually,
     on_phases,
     texts,
@@ -95,71 +94,7 @@ def test_an_answer_that_is_cut_says_so(server: ServerProcess) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("yes", "stop")
 
 
-# ---------------------------------------------------------------------- refusals
-
-
-#: Its automaton has a state for each remainder: it takes too much time to compile.
-EXPLODING = {"json": {"type": "integer", "multipleOf": 999_999}}
-
-
-def schema_of(**fields: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x"} | fields}}
-
-
-UNIQUE = {"json": {"type": "array", "uniqueItems": True}}
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"structured_outputs": UNIQUE}, "structured_outputs.json", "uniqueItems"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "line 1"),
-    ({"structured_outputs": {"regex": "[a"}}, "structured_outputs.regex", "unclosed"),
-    ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs.regex", "70000"),
-    ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar", "nowhere"),
-    ({"structured_outputs": {"choice": ["x" * 70_000]}}, "structured_outputs.choice", "characters"),
-    ({"structured_outputs": EXPLODING}, "structured_outputs.json", "too much time"),
-    ({"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar", "a trial answer fails"),
-    (schema_of(schema={"type": "text"}), "response_format.json_schema.schema", "Invalid type: text"),
-    (
-        {"response_format": JSON_SCHEMA, "structured_outputs": {"regex": "a"}},
-        "structured_outputs",
-        "response_format",
-    ),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-    ({"response_format": JSON_SCHEMA | {"type": "text"}}, "response_format", "json_schema"),
-    ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
-    ({"structured_outputs": {}}, "structured_outputs", "one of"),
-    ({"structured_outputs": {"regex": None}}, "structured_outputs", "one of"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not 2"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
-    ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "at least 1"),
-    ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", "response_format"),
-    ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "one of"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refusals_name_the_field_and_come_before_the_stream(
-    server: ServerProcess, fields: dict[str, Any], param: str, reason: str
-) -> None:
-    for stream in (False, True):
-        assert_error(server.post(stream=stream, **fields), 422, param, says=reason)
-    assert server.text(structured_outputs={"regex": "b{3}"}) == "bbb"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": "json"}, "response_format"),
-        ({"response_format": {}}, "response_format"),
-        (schema_of(), "response_format"),
-        (schema_of(schema=[]), "response_format"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs"),
-    ],
-    ids=str,
-)
-def test_wrong_types(server: ServerProcess, fields: dict[str, Any], param: str) -> None:
-    assert_error(server.post(**fields), 400, param)
-    assert server.text(structured_outputs={"choice": ["c"]}) == "c"
+# ---------------------------------------------------------------------- the end
 
 
 def test_the_compilers_process_ends_with_the_server(phase: str) -> None:

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from common.models.registry import open_checkpoint
-from tests.server.support import ServerProcess, answer_of, assert_error
+from tests.server.support import ServerProcess, answer_of
 
 TEXT = "Once upon a time, 猫 🐈‍⬛ met Zoë.\n  <|eot_id|> The end"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -68,8 +68,6 @@ def test_a_conversation_as_a_prompt_and_as_a_count(server: ServerProcess) -> Non
         "response.input_tokens",
         response["usage"]["input_tokens"],
     )
-    assert_error(server.client.post("/apply-template", json={"messages": []}), 422, "messages")
-    assert_error(server.client.post("/v1/responses/input_tokens", json={}), 400, "input")
 
 
 def test_there_and_back(server: ServerProcess) -> None:
@@ -77,39 +75,3 @@ def test_there_and_back(server: ServerProcess) -> None:
     answer = server.client.post("/detokenize", json={"model": server.model, "tokens": tokens}).json()
     assert answer == {"prompt": "<|begin_of_text|>" + TEXT}
     assert server.client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({}, 422, "prompt"),
-        ({"prompt": "x", "messages": MESSAGES}, 422, "prompt"),
-        ({"prompt": 5}, 400, "prompt"),
-        ({"prompt": ["x"]}, 400, "prompt"),
-        ({"messages": []}, 422, "messages"),
-        ({"messages": [{"role": "function", "content": ""}]}, 422, "messages[0].role"),
-        ({"prompt": "x", "model": "another"}, 404, "model"),
-        ({"prompt": "x", "tools": [{}]}, 400, "tools"),
-    ],
-)
-def test_what_cannot_be_tokenized(
-    server: ServerProcess, fields: dict[str, Any], status: int, param: str
-) -> None:
-    assert_error(server.client.post("/tokenize", json=fields), status, param)
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({}, 400, "tokens"),
-        ({"tokens": "x"}, 400, "tokens"),
-        ({"tokens": ["x"]}, 400, "tokens"),
-        ({"tokens": [-1]}, 422, "tokens"),
-        ({"tokens": [5, 10**6]}, 422, "tokens"),
-        ({"tokens": [5], "model": "another"}, 404, "model"),
-    ],
-)
-def test_what_cannot_be_turned_into_text(
-    server: ServerProcess, fields: dict[str, Any], status: int, param: str
-) -> None:
-    assert_error(server.client.post("/detokenize", json=fields), status, param)

@@ -273,64 +273,7 @@ def test_tokens_are_counted_with_tools(server: ServerProcess) -> None:
     assert count == ask(server)["usage"]["prompt_tokens"]
 
 
-# ---------------------------------------------------------------------- refusals
-
-USERS_CALL = {
-    "role": "user",
-    "content": "1",
-    "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-}
-WITHOUT_NAME = {"type": "function", "function": {"parameters": {}}}
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "'custom'"),
-    ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2]", "find_fox"),
-    ({"tools": [tool("hide", parameters={"type": "string"})]}, "tools[0]", "object"),
-    (
-        {"tools": [tool("hide", parameters={"properties": []})], "tool_choice": "required"},
-        "tools",
-        "properties",
-    ),
-    ({"tools": [tool("hide", name="a b")]}, "tools", "pattern"),
-    ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
-    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
-    ({"tool_choice": "any"}, "tool_choice", "required"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "tools"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON Schema"),
-    ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json", "JSON Schema"),
-    (
-        {"response_format": {"type": "json_object"}, "tool_choice": "required"},
-        "response_format",
-        "requires a call",
-    ),
-    ({"structured_outputs": {"json": {}}, "tool_choice": FOX}, "structured_outputs.json", "requires a call"),
-    ({"tools": [tool("hide", parameters={"maximum": 10**400})]}, "tools[0]", "308 digits"),
-    ({"functions": [{"name": "f"}]}, "functions", "tools"),
-    ({"function_call": {"name": "f"}}, "function_call", "tools"),
-    ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "messages[0].role", "tool_calls"),
-    (
-        {"messages": [{"role": "user", "content": "1", "tool_call_id": "1"}]},
-        "messages[0].tool_call_id",
-        "tool",
-    ),
-    ({"messages": [USERS_CALL]}, "messages[0].tool_calls", "assistant"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "says"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refusals_name_the_field(
-    server: ServerProcess, fields: dict[str, Any], param: str, says: str
-) -> None:
-    for prefix, status, stream in (("/v1", 422, False), ("/v1", 422, True), ("/openai/v1", 400, False)):
-        response = server.ask(f"{prefix}/chat/completions", **{"tools": TOOLS, "stream": stream} | fields)
-        assert_error(response, status, param, says=says)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"tools": "all"}, {"tools": [WITHOUT_NAME]}, {"tools": [1]}, {"tool_choice": 1}]
-)
-def test_wrong_types(server: ServerProcess, fields: dict[str, Any]) -> None:
-    response = server.ask("/v1/chat/completions", **{"tools": TOOLS} | fields)
-    assert_error(response, 400, next(iter(fields)))
+# ---------------------------------------------------------------------- schemas that no grammar follows
 
 
 # Schemas that clients' libraries write for ordinary functions, and the keyword that no grammar follows.

@@ -10,17 +10,10 @@ OTHERWISE = {
     "test_health_version_and_telemetry": "steps are under `replicas` in /telemetry, each engine's own",
     "test_telemetry_is_read_page_by_page_while_steps_go_on": "the same",
     "test_a_wrong_key": "this cluster wants no key; `tests/cluster/test_cluster.py` has one that does",
-    "test_refusals_are_400": "reads the log, which replicas write to Ray's files",
-    "test_the_log_names_each_type_of_skipped_tools_once": "the same",
+    "test_the_log_names_each_type_of_skipped_tools_once": "reads the log, which replicas write to Ray's files",
 }
-#: Tests whose values a replica refuses, and the front does not read. It forwards all refusals alike: one is enough.
-TABLES = {
-    "test_chat.py::test_refusals",
-    "test_constrained.py::test_refusals_name_the_field_and_come_before_the_stream",
-    "test_errors.py::test_another_model",
-    "test_errors.py::test_values_out_of_range",
-    "test_responses.py::test_refusals",
-}
+#: A table of values that a replica refuses. The front forwards all refusals alike: one is enough.
+TABLES = {"test_refusals.py::test_a_refusal_names_its_field"}
 _begun: set[str] = set()  # tables with a case that has run
 
 
