@@ -17,7 +17,6 @@ from tests.server.support import (
     on_phases,
     texts,
 )
-from tests.support.grammars import AMBIGUOUS
 
 ON_FIRST_AND_LAST = on_phases(PHASES[0], PHASES[-1])
 
