@@ -81,6 +81,7 @@ class RequestStream:
         first_token_s: when the first token arrived, on the clock of `time.monotonic`; None before.
         latest_token_s: when the latest token arrived; 0 before the first.
         longest_gap_s: the longest time between two successive tokens, in seconds.
+        news: wakes the reader when an output has arrived. Streams that are read together share one.
         last: the terminal output; None before it has arrived.
     """
 
@@ -88,7 +89,7 @@ class RequestStream:
         self.request = request
         self._worker = worker
         self._outputs: deque[StepOutput] = deque()
-        self._news = WakeUp()
+        self.news = WakeUp()
         self._ended = False
         self._arrived_s = time.monotonic() if request.arrived_s is None else request.arrived_s
         self.received_tokens = 0
@@ -104,10 +105,16 @@ class RequestStream:
         if self._ended:
             raise StopAsyncIteration
         if not self._outputs:
-            await self._news.wait()
+            await self.news.wait()
         output = self._outputs.popleft()
         self._ended = output.finished
         return output
+
+    def take(self) -> list[StepOutput]:
+        """Return the outputs that have arrived and were not read yet, without waiting."""
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
 
     def put(self, output: StepOutput) -> None:
         """Queue an output for the reader, and count its token and times in the telemetry."""
@@ -134,7 +141,7 @@ class RequestStream:
             )
             telemetry.end(output, times)
         self._outputs.append(output)
-        self._news.set()
+        self.news.set()
 
     def put_error(self, error: Exception) -> None:
         """End the stream with an error at once, without waiting for the engine, which may be inside a step."""

@@ -19,7 +19,6 @@ from common.server import state as state_routes
 from common.server.api import messages
 from common.server.api.bodies import Bodies
 from common.server.errors import HANDLERS
-from common.server.http.backlogs import Backlogs
 from common.server.http.middleware import (
     AllowedHosts,
     AnswerErrors,
@@ -54,7 +53,6 @@ def create_app(
     root_path: str = "",
     body_timeout_s: float = 30.0,
     step_timeout_s: float | None = None,
-    backlogs: Backlogs | None = None,
     ping_s: float = 15.0,
     live_view: bool = True,
     pace_refusals: bool = True,
@@ -80,7 +78,6 @@ def create_app(
         body_timeout_s: most seconds from a request's head to the end of its body (see `Bodies`).
         step_timeout_s: if the engine spends more seconds than this in one step, `/health` answers 503; None: no
             limit.
-        backlogs: bounds the bytes that clients leave unread; by default with the options' default bounds.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: whether clients can watch the engine's steps (`GET /steps`).
         pace_refusals: whether this app limits the rate of error answers (`PaceRefusals`). Pass False if a
@@ -104,7 +101,6 @@ def create_app(
         (model_name or served_model_name(engine.config.model), *other_names),
         bodies=Bodies(body_timeout_s),
         step_timeout_s=step_timeout_s,
-        backlogs=backlogs or Backlogs(),
         ping_s=ping_s,
         live_view=live_view,
         dialect=Dialect.of(engine.tokenizer, tool_call_parser, reasoning_parser),

@@ -22,7 +22,6 @@ from typing import Any, Literal
 from common.engine.requests import EngineFront
 from common.hosting.async_engine import EngineWorker, RequestStream
 from common.server.api.answer import Answer
-from common.server.api.stream import CLIENT_LEFT
 from common.server.errors import ApiError, from_exception
 from common.startup.memory import return_freed_memory
 
@@ -30,6 +29,7 @@ from common.startup.memory import return_freed_memory
 FIELDS = "fields"
 
 PULSE_EVERY_S = 10.0
+CLIENT_LEFT = "the client left"
 
 
 def configure_logging(level: str, form: Literal["text", "json"] = "text") -> None:
@@ -108,7 +108,7 @@ def log_end(
     client: str | None = None,
     user: str | None = None,
     request_id: str | None = None,
-    client_gone: str | None = None,
+    client_left: bool = False,
 ) -> None:
     """Log one line about an answer with all its choices: token counts, times, and how the choices ended.
 
@@ -118,7 +118,7 @@ def log_end(
         client: the address that the request came from.
         user: the field `user` of the request's body, a label.
         request_id: the `x-request-id` that the client sent; None if it sent none.
-        client_gone: the reason why the client did not get the whole answer; None if it did.
+        client_left: whether the client left before it had the whole answer.
     """
     streams = answer.streams
     prompts = {
@@ -155,7 +155,7 @@ def log_end(
         "request_id": request_id,
         "user": user,
         "ended": dict(endings),
-        "client_gone": client_gone,
+        "client_gone": CLIENT_LEFT if client_left else None,
     }
     failed = any(stream.last is not None and stream.last.error is not None for stream in streams)
     logger.log(
@@ -163,7 +163,7 @@ def log_end(
         "%s: %s%s",
         answer.id,
         ", ".join(filter(None, parts)),
-        f" ({client_gone})" if client_gone else "",
+        f" ({CLIENT_LEFT})" if client_left else "",
         extra={FIELDS: fields},
     )
 

@@ -174,12 +174,6 @@ class LimitOptions(BaseModel):
         allow_inf_nan=False,
         description="seconds within which a client must read 48 KiB of an answer, if more is waiting for it",
     )
-    max_unread_bytes: int = Field(
-        default=4 * 2**20, ge=2**16, description="most bytes of one stream that its client has not read"
-    )
-    max_total_unread_bytes: int = Field(
-        default=64 * 2**20, ge=2**16, description="most bytes of all answers that their clients have not read"
-    )
 
 
 class ServerOptions(LimitOptions, CommonOptions):

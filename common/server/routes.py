@@ -28,7 +28,7 @@ from common.server.api.response_shapes import DeletedResponse, InputItems
 from common.server.api.responses import ResponsesRequest
 from common.server.api.shapes import InputTokens, Text, Tokens, json_response
 from common.server.api.stored_responses import owner_of
-from common.server.api.stream import CLIENT_LEFT, EventStream, StreamEnds, while_connected
+from common.server.api.stream import EventStream, StreamEnds, while_connected
 from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.api.wanted import GenerationRequest
 from common.server.errors import from_exception, status_at
@@ -169,7 +169,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         log_refusal(refusal, status, error, client=client, request_id=request.state.request_id)
         raise refusal from None
 
-    def close(client_gone: str | None) -> None:
+    def close(client_left: bool) -> None:
         answer.cancel()
         count_choices(service.worker.requests, answer)
         log_end(
@@ -178,7 +178,7 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
             client=client,
             user=wanted.user,
             request_id=request.state.request_id if request.state.named else None,
-            client_gone=client_gone,
+            client_left=client_left,
         )
 
     wire = route.wire(answer, wanted)
@@ -187,20 +187,19 @@ async def generate(request: Request, route: Route[RequestT]) -> Response:
         return EventStream(
             stream_events(wire, encoding),
             on_close=close,
-            backlogs=service.backlogs,
             ping=wire.ping,
             ping_s=service.ping_s,
             ends=StreamEnds(wire),
         )
-    client_gone = None
+    client_left = False
     try:
         whole = await while_connected(request.receive, collect(wire, encoding))
         return Response(whole, media_type="application/json")
     except ClientDisconnect:
-        client_gone = CLIENT_LEFT
+        client_left = True
         raise
     finally:
-        close(client_gone)
+        close(client_left)
 
 
 async def read_body(

@@ -35,7 +35,6 @@ from common.hosting.process import EngineProcess
 from common.hosting.thread import EngineThread
 from common.observing.trace import TraceFile
 from common.server.app import LAST_STEP_S, create_app
-from common.server.http.backlogs import Backlogs
 from common.server.http.connections import Config, ConnectionLimits
 from common.server.http.middleware import AllowedHosts
 from common.server.http.sockets import allow_open_files, listen, url_of
@@ -111,7 +110,6 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             TraceFile(options.trace).close()  # raises StartupError now, if it cannot be written
         engine = worker.build()
         names = options.served_model_name
-        backlogs = Backlogs(options.max_unread_bytes, options.max_total_unread_bytes, options.send_timeout)
         app = create_app(
             engine,
             worker=worker,
@@ -123,7 +121,6 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             root_path=options.root_path,
             body_timeout_s=options.body_timeout,
             step_timeout_s=options.step_timeout,
-            backlogs=backlogs,
             live_view=options.live_view,
             admin=options.admin,
             tool_call_parser=options.tool_call_parser,
@@ -137,7 +134,6 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             Config(
                 app,
                 limits,
-                backlogs,
                 service.answers,
                 path_prefix=options.root_path,
                 loop="asyncio",  # even if uvloop is installed, as by Ray

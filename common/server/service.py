@@ -19,7 +19,6 @@ from common.server.api.bodies import Bodies, Body, Limits
 from common.server.api.intake import Admission, Intake
 from common.server.api.stored_responses import ResponseStore
 from common.server.errors import unavailable
-from common.server.http.backlogs import Backlogs
 from common.server.page.live_view import LiveView, Recordings
 from common.server.page.page import render_page
 from common.text.dialect import Dialect
@@ -41,7 +40,6 @@ class Service:
         created: the time of the server's start, in seconds since 1970.
         answers: the number of HTTP answers by status and error code.
         bodies: reads request bodies.
-        backlogs: counts and bounds the bytes of answers that clients have not read.
         dialect: how the model marks its thoughts and its tool calls.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: the clients that watch the engine's steps; None: the live view is off.
@@ -57,7 +55,6 @@ class Service:
         model_names: tuple[str, ...],
         *,
         bodies: Bodies,
-        backlogs: Backlogs,
         step_timeout_s: float | None,
         ping_s: float,
         live_view: bool,
@@ -72,7 +69,6 @@ class Service:
         self.fingerprint = fingerprint_of(engine, self.model_name)
         self.answers = Counter[tuple[int, str]]()
         self.bodies = bodies
-        self.backlogs = backlogs
         self._step_timeout_s = step_timeout_s
         self.ping_s = ping_s
         self.created = int(time.time())

@@ -23,7 +23,6 @@ from common.server.api.shapes import (
 )
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError
-from common.server.page.live_view import TraceStream
 from common.server.page.page import PAGE_HEADERS
 from common.server.service import Served, Service
 from common.version import project_version
@@ -88,13 +87,7 @@ async def steps(service: Served) -> Response:
             404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
         )
     viewer = service.live_view.open()
-    return EventStream(
-        viewer.events(),
-        on_close=lambda _: viewer.close(),
-        backlogs=service.backlogs,
-        waits=True,
-        ping_s=service.ping_s,
-    )
+    return EventStream(viewer.events(), on_close=lambda _: viewer.close(), ping_s=service.ping_s)
 
 
 @router.get("/health/", include_in_schema=False)
@@ -205,12 +198,13 @@ async def trace(
     If the client leaves early, or reads too slowly, its list lacks the final `]`.
     """
     recording = service.recordings.open(seconds)
-    return TraceStream(
+    return EventStream(
         recording.pieces(),
         on_close=lambda _: recording.close(),
-        backlogs=service.backlogs,
-        waits=True,
+        ping=b"\n",  # white space between two values of the list
         ping_s=service.ping_s,
+        media_type="application/json",
+        headers={"Content-Disposition": 'attachment; filename="infer.trace"'},
     )
 
 

@@ -31,7 +31,7 @@ from common.models.config import kv_bytes
 from common.models.layers import TokenBatch
 from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
-from common.server.page.page import live_view
+from common.server.page import live_view
 from common.startup.memory import format_bytes
 from common.startup.phases import find_phase, phase_names
 from docs.building import code, options

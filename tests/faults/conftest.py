@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.server.http.backlogs import Backlogs
+from common.server.http.connections import ConnectionLimits
 from tests.faults.neighbours import Neighbours
 from tests.server.support import LocalServer, slow_but_on, with_option
 
@@ -38,11 +38,7 @@ def options_of(phase: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def shared_server(phase: str) -> Iterator[tuple[LocalServer, Neighbours]]:
-    server = LocalServer(
-        phase,
-        backlogs=Backlogs(limit_bytes=2**15),
-        **options_of(phase),
-    )
+    server = LocalServer(phase, limits=ConnectionLimits(send_s=2.0), **options_of(phase))
     yield server, Neighbours(server)
     server.close()
 

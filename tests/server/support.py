@@ -38,7 +38,6 @@ from common.models.registry import open_checkpoint
 from common.server import run as serve
 from common.server.app import create_app
 from common.server.http import sockets
-from common.server.http.backlogs import Backlogs
 from common.server.http.connections import Config, ConnectionLimits
 from common.server.service import Service
 from common.startup.phases import find_phase, phase_names
@@ -413,7 +412,6 @@ class LocalServer(Served):
         phase: str,
         *,
         limits: ConnectionLimits | None = None,
-        backlogs: Backlogs | None = None,
         body_timeout_s: float = 30.0,
         shutdown_timeout_s: float = 30.0,
         **options: Any,
@@ -425,14 +423,12 @@ class LocalServer(Served):
         self.listener = sockets.bind("127.0.0.1", 0)
         # With a small buffer, a few hundred tokens fill it if a client reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        backlogs = backlogs or Backlogs()
-        app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s, backlogs=backlogs)
+        app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s)
         self.service: Service = app.state.server
         self.http = serve.Server(
             Config(
                 app,
                 limits or ConnectionLimits(),
-                backlogs,
                 self.service.answers,
                 lifespan="on",
                 ws="none",

@@ -24,7 +24,6 @@ from uvicorn.server import ServerState
 from common.server.api.bodies import Bodies, expire
 from common.server.errors import unavailable
 from common.server.http import connections
-from common.server.http.backlogs import Backlogs, SlowReaderError
 from common.server.http.connections import (
     MAX_PIPELINED_BYTES,
     Config,
@@ -58,7 +57,6 @@ def strict() -> Iterator[LocalServer]:
     with LocalServer(
         "phase5_continuous",
         limits=ConnectionLimits(keep_alive_s=0.6, receive_s=0.4, send_s=0.5),
-        backlogs=Backlogs(limit_bytes=2**17, send_timeout_s=60.0),
         body_timeout_s=1.0,
         max_seq_len=4096,
     ) as server:
@@ -336,12 +334,9 @@ async def test_a_connection_may_be_reset_when_it_is_to_close() -> None:
 
 
 def test_a_stream_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The stream ends because of its unread bytes, long before the send timeout of a minute."""
     with strict.raw(stream=True, max_tokens=3000, ignore_eos=True, logprobs=5):
-        eventually(lambda: "bytes unread" in caplog.text)
-    assert "cancelled (the client left 13" in caplog.text, "the first event over 128 KiB"
-    eventually(lambda: strict.service.backlogs.bytes == 0)
-    assert not strict.service.backlogs.unread
+        eventually(lambda: "cancelled (the client left)" in caplog.text)
+    assert "a client took too little of its answer for 0.5 s: closed" in caplog.text
 
 
 def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -349,21 +344,6 @@ def test_an_answer_that_nobody_reads(strict: LocalServer, caplog: pytest.LogCapt
     with strict.connect(request, buffer_bytes=4096) as connection:
         eventually(lambda: "took too little of its answer for 0.5 s" in caplog.text)
         assert len(everything(connection)) < 2**18, "the rest was dropped"
-
-
-def test_an_answer_that_nobody_reads_counts_among_the_unread_bytes(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Streams and whole answers share one bound on unread bytes."""
-    monkeypatch.setattr(connections, "COUNT_AFTER_S", 0.1)
-    body = {"prompt": "a b " * 100_000, "return_token_strs": True}
-    backlogs = Backlogs(total_limit_bytes=2**18)
-    with LocalServer("phase5_continuous", backlogs=backlogs, max_seq_len=4096) as server:
-        with server.connect(with_body(body, TOKENIZE), buffer_bytes=4096):
-            eventually(lambda: "the most of all, over --max-total-unread-bytes: closed" in caplog.text)
-        assert (backlogs.bytes, backlogs.unread) == (0, set())
-        monkeypatch.undo()
-        assert server.client.post("/tokenize", json=body).json()["count"] > 100_000, "the same answer, read"
 
 
 def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
@@ -376,47 +356,6 @@ def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
             time.sleep(0.05)
     text = answer.partition(b"\r\n\r\n")[2]
     assert len(json.loads(text)["tokens"]) > 20_000
-
-
-KIB = 1024
-
-
-@pytest.mark.anyio
-async def test_the_one_that_left_the_most_makes_room_for_the_others() -> None:
-    """The stream with the most unread bytes is cancelled. Its bytes leave the total at once, so no other one is."""
-    backlogs = Backlogs(limit_bytes=1000 * KIB, total_limit_bytes=1500 * KIB)
-    with contextlib.ExitStack() as stack:
-        large, second, *prompt = (stack.enter_context(backlogs.open()) for _ in range(8))
-        second.put(b"x" * 700 * KIB)
-        large.put(b"x" * 790 * KIB)
-        for reader in prompt:
-            reader.put(b"x" * 5 * KIB)
-        with pytest.raises(SlowReaderError, match=r"^the client left 808960 .* --max-total-unread-bytes$"):
-            await large.failed
-        assert backlogs.bytes == 730 * KIB
-        large.put(b"x" * 900 * KIB)
-        assert backlogs.bytes == 730 * KIB, "what is made for one that was given up counts no more"
-        for reader in prompt:
-            reader.put(b"x" * 5 * KIB)
-            reader.taken(len(await reader.next_piece()))
-        assert not any(each.failed.done() for each in (second, *prompt))
-        second.put(b"x" * 301 * KIB)
-        with pytest.raises(SlowReaderError, match=r"left 1025024 .* --max-unread-bytes$"):
-            await second.failed
-    assert (backlogs.bytes, backlogs.unread) == (0, set())
-
-
-@pytest.mark.anyio
-async def test_nobody_is_given_up_for_a_little() -> None:
-    backlogs = Backlogs(total_limit_bytes=100 * KIB)
-    with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(backlogs.open()) for _ in range(3)]
-        for stream in streams:
-            stream.put(b"x" * 60 * KIB)
-        assert not any(stream.failed.done() for stream in streams)
-        streams[1].put(b"x" * 5 * KIB)
-        assert [stream.failed.done() for stream in streams] == [False, True, False]
-        assert isinstance(streams[1].failed.exception(), SlowReaderError)
 
 
 # ---------------------------------------------------------------------- too many at once
@@ -574,7 +513,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCap
         LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2) as server,
         server.raw(stream=True, max_tokens=3000, ignore_eos=True),
     ):
-        eventually(lambda: server.service.backlogs.bytes > 4096)  # the socket buffers are full
+        eventually(lambda: any(each.flow.write_paused for each in server.http.server_state.connections))
         server.signal()
         eventually(lambda: server.ended)
     assert "some requests were not done in time" in caplog.text

@@ -109,7 +109,7 @@ def test_a_line_for_those_who_leave(gated: ServerProcess) -> None:
 def test_a_line_for_one_who_stops_reading(gated: ServerProcess) -> None:
     with gated.raw(prompt=WROTE, stream=True, max_tokens=3000, ignore_eos=True):
         (line,) = ends(gated, 1)
-    assert line["ended"].endswith((" (the client took too little for 2 s)", " (the client left)"))
+    assert line["ended"].endswith(" (the client left)")
     time.sleep(0.5)  # in case the HTTP server logs something, too
     gated.complete(max_tokens=1)
     assert len(ends(gated, 2)) == 2

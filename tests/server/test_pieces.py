@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from fastapi.testclient import TestClient
 
 import common.errors
 from common.errors import StartupError
-from common.server.api.answer import interleave
+from common.server.api.answer import arriving
 from common.server.api.stream import EventStream
 from common.server.app import create_app
 from common.server.errors import HANDLERS, ApiError, from_exception, status_at
-from common.server.http.backlogs import Backlogs
 from common.server.service import served_model_name
 from common.startup.phases import find_phase
+from tests.support.engines import build, continuation, greedy, tokens, working
 
 # ---------------------------------------------------------------------- errors
 
@@ -82,14 +82,15 @@ class Connection:
 
 
 def serve(
-    connection: Connection, events: AsyncIterator[bytes], backlogs: Backlogs | None = None, **options: float
-) -> list[str | None]:
-    """Send a stream to its end. Returns the reasons with which it was closed."""
-    closed: list[str | None] = []
+    connection: Connection, events: AsyncIterator[bytes], closed: list[bool] | None = None, **options: Any
+) -> list[bool]:
+    """Send a stream to its end. Returns the arguments of the calls of `on_close`, and adds them to `closed`."""
+    closed = [] if closed is None else closed
 
     async def run() -> None:
-        response = EventStream(events, on_close=closed.append, backlogs=backlogs or Backlogs(), **options)
-        await asyncio.wait_for(response({"type": "http"}, connection.receive, connection.send), 30)
+        response = EventStream(events, on_close=closed.append, **options)
+        scope = {"type": "http", "method": "GET"}
+        await asyncio.wait_for(response(scope, connection.receive, connection.send), 30)
 
     asyncio.run(run())
     return closed
@@ -103,19 +104,30 @@ async def quiet(seconds: float) -> AsyncIterator[bytes]:
 
 def test_quiet_streams_are_kept_open_by_comments() -> None:
     connection = Connection()
-    assert serve(connection, quiet(0.5), ping_s=0.1) == [None]
+    assert serve(connection, quiet(0.5), ping_s=0.1) == [False]
     assert connection.sent[0] == b"first"
     sent = b"".join(connection.sent)
     assert sent.count(b": ping\n\n") >= 1
     assert sent.replace(b": ping\n\n", b"") == b"firstlast"
 
 
-def test_a_reader_that_stalls_is_given_up() -> None:
-    for options in ({}, {"ping_s": 0.01}):
-        connection, backlogs = Connection(stalled=True), Backlogs(send_timeout_s=0.05)
-        assert serve(connection, quiet(0), backlogs, **options) == ["the client took too little for 0.05 s"]
-        assert connection.sent == []
-        assert backlogs.bytes == 0
+def test_a_client_that_leaves_ends_its_stream() -> None:
+    ended: list[bool] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"more"
+                await asyncio.sleep(0)
+                connection.left.set()
+        finally:
+            ended.append(True)
+
+    connection = Connection()
+    assert serve(connection, endless()) == [True]
+    assert ended == [True]
+    connection.stalled = True
+    assert serve(connection, quiet(0)) == [True], "a client that reads nothing may leave, too"
 
 
 def test_a_stream_that_raises_is_closed_and_raises() -> None:
@@ -123,68 +135,26 @@ def test_a_stream_that_raises_is_closed_and_raises() -> None:
         yield b"first"
         raise ZeroDivisionError
 
+    closed: list[bool] = []
     with pytest.raises(ZeroDivisionError):
-        serve(Connection(), broken())
+        serve(Connection(), broken(), closed)
+    assert closed == [False]
 
 
 @pytest.mark.anyio
-async def test_interleaved_items_come_as_they_come() -> None:
-    async def count(numbers: list[int], turn: float) -> AsyncIterator[int]:
-        for number in numbers:
-            await asyncio.sleep(turn)
-            yield number
-
-    streams = [count([1, 2], 0.2), count([], 0), count([5, 6, 7], 0.01)]
-    assert [item async for item in interleave(streams)] == [(2, 5), (2, 6), (2, 7), (0, 1), (0, 2)]
-
-
-@pytest.mark.anyio
-async def test_a_stream_that_is_alone_needs_no_task() -> None:
-    async def count() -> AsyncIterator[int]:
-        for number in range(3):
-            await asyncio.sleep(0)
-            yield number
-
-    items, tasks = [], asyncio.all_tasks()
-    async for item in interleave([count()]):
-        assert asyncio.all_tasks() == tasks
-        items.append(item)
-    assert items == [(0, 0), (0, 1), (0, 2)]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.anyio
-async def test_readers_may_stop_early_or_be_cancelled(count: int) -> None:
-    cancelled: list[int] = []
-    tasks = asyncio.all_tasks()
-
-    async def endless(number: int, pause_s: float) -> AsyncIterator[int]:
-        try:
-            while True:
-                await asyncio.sleep(pause_s)
-                yield number
-        except asyncio.CancelledError:
-            cancelled.append(number)
-            raise
-
-    async def read(pause_s: float) -> int:
-        streams = [endless(number, pause_s) for number in range(count)]
-        async with contextlib.aclosing(interleave(streams)) as items:
-            async for number, item in items:
-                assert number == item
-                return item
-        raise AssertionError("nothing came")
-
-    assert await read(0) in range(count)
-    assert asyncio.all_tasks() == tasks
-    cancelled.clear()
-    reading = asyncio.create_task(read(3600))
-    await asyncio.sleep(0.05)
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    assert sorted(cancelled) == list(range(count))
-    assert asyncio.all_tasks() == tasks
+async def test_outputs_that_arrive_together_are_read_together() -> None:
+    """The outputs of one step for several choices make one chunk of a stream."""
+    async with working(build("chunked", clock=time.monotonic)) as worker:
+        tasks = asyncio.all_tasks()
+        with worker.hold_places(3) as places:
+            requests = [worker.engine.create_request(prompt, greedy(5)) for prompt in ("one", "two", "six")]
+            streams = places.submit(requests)
+        lists = [arrived async for arrived in arriving(streams)]
+        assert asyncio.all_tasks() == tasks, "reading needs no tasks of its own"
+    for index, prompt in enumerate(("one", "two", "six")):
+        outputs = [output for arrived in lists for number, output in arrived if number == index]
+        assert tokens(outputs) == continuation(prompt.encode(), 5)
+    assert len(lists) < 15, "fewer lists than outputs"
 
 
 # ---------------------------------------------------------------------- the app

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.server.http.backlogs import Backlogs
+from common.server.http.connections import ConnectionLimits
 from common.server.page.live_view import MAX_RECORDINGS
 from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
 from tests.support.traces import assert_valid, read_trace, requests_of
@@ -76,7 +76,7 @@ def test_no_time_at_all(server: ServerProcess, seconds: str) -> None:
 @pytest.fixture
 def local() -> Iterator[LocalServer]:
     """A server whose clients must read sent bytes within half a second."""
-    server = LocalServer(SERVED, backlogs=Backlogs(send_timeout_s=0.5), max_seq_len=4096)
+    server = LocalServer(SERVED, limits=ConnectionLimits(send_s=0.5), max_seq_len=4096)
     yield server
     eventually(lambda: not server.engine.watchers)
     assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import orjson
 
-from common.hosting.async_engine import RequestStream
+from common.hosting.async_engine import RequestStream, WakeUp
 from common.request import StepOutput, TokenLogprobs
 from common.server.api.intake import Lane
 from common.server.api.parts import Part, PartsReader, TextPart, new_reader
@@ -23,8 +21,6 @@ from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import from_exception
 from common.text.dialect import Dialect, opens_thought
 from common.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 #: Most entries (tokens, and tokens named in log-probabilities) that are encoded on the event loop, which takes a
 #: millisecond. A JSON answer with more entries, or an event with more about its prompt, is encoded in a thread.
@@ -175,6 +171,11 @@ class Answer:
                     else text
                 )
 
+    def all_ready(self, arrived: Sequence[tuple[int, StepOutput]]) -> Iterator[tuple[Choice, StepOutput]]:
+        """Yield the outputs that can be sent now that these have arrived, each with its choice."""
+        for index, output in arrived:
+            yield from self.ready(index, output)
+
     def ready(self, index: int, output: StepOutput) -> Sequence[tuple[Choice, StepOutput]]:
         """Return the outputs that can be sent now that `output` of choice `index` has come, each with its choice.
 
@@ -315,16 +316,17 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
     opening = wire.opening()
     if opening:
         yield opening
-    async with contextlib.aclosing(interleave(answer.streams)) as outputs:
-        async for index, arrived in outputs:
-            for choice, output in answer.ready(index, arrived):
-                choice.latest = output
-                if _is_large(answer, choice, output):
-                    events = await encoding.run(functools.partial(wire.events, choice, output))
-                else:
-                    events = wire.events(choice, output)
-                choice.ended = output.finished
-                yield events
+    async for arrived in arriving(answer.streams):
+        events = []
+        for choice, output in answer.all_ready(arrived):
+            choice.latest = output
+            if _is_large(answer, choice, output):
+                events.append(await encoding.run(functools.partial(wire.events, choice, output)))
+            else:
+                events.append(wire.events(choice, output))
+            choice.ended = output.finished
+        if chunk := b"".join(events):
+            yield chunk
     closing = wire.closing()
     if closing:
         yield closing
@@ -339,13 +341,12 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
     """
     answer = wire.answer
     said: list[list[StepOutput]] = [[] for _ in answer.choices]
-    async with contextlib.aclosing(interleave(answer.streams)) as outputs:
-        async for index, arrived in outputs:
-            for choice, output in answer.ready(index, arrived):
-                if output.error is not None:
-                    raise from_exception(output.error)
-                choice.latest = output
-                said[choice.index].append(output)
+    async for arrived in arriving(answer.streams):
+        for choice, output in answer.all_ready(arrived):
+            if output.error is not None:
+                raise from_exception(output.error)
+            choice.latest = output
+            said[choice.index].append(output)
 
     def encode() -> bytes:
         return orjson.dumps(wire.whole(said))
@@ -375,32 +376,21 @@ def _entries_per_token(output: StepOutput) -> int:
     return 1 if output.logprobs is None else 1 + len(output.logprobs.top)
 
 
-async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of all streams in the order in which they arrive, each with the index of its stream.
+async def arriving(streams: Sequence[RequestStream]) -> AsyncIterator[list[tuple[int, StepOutput]]]:
+    """Yield the outputs of all streams as they arrive, each with the index of its stream.
 
-    Close the generator if you stop early.
+    A list has all outputs that have arrived since the previous list: usually those of one step.
     """
-    if len(streams) == 1:  # the ordinary request: one stream needs neither a task nor a second queue
-        async for only in streams[0]:
-            yield 0, only
-        return
-    arrived: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
-
-    async def forward(number: int, stream: AsyncIterator[T]) -> None:
-        async for item in stream:
-            arrived.put_nowait((number, item))
-        arrived.put_nowait(None)
-
-    tasks = [asyncio.create_task(forward(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            item = await arrived.get()
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    news = WakeUp()
+    for stream in streams:
+        stream.news = news
+    running = dict(enumerate(streams))
+    while running:
+        arrived = [(index, output) for index, stream in running.items() for output in stream.take()]
+        if not arrived:
+            await news.wait()
+            continue
+        for index, output in arrived:
+            if output.finished:
+                del running[index]
+        yield arrived

@@ -30,7 +30,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from common.server.errors import ApiError, unavailable
-from common.server.http.backlogs import Backlogs, SlowReaderError, Unread
 from common.server.http.framing import BoundedParser
 from common.server.http.middleware import OPEN_PATHS, ip_address, refuse, without_root
 from common.server.http.sockets import SPARE_CONNECTIONS, LingeringTransport
@@ -41,12 +40,8 @@ logger = logging.getLogger(__name__)
 #: Timeouts of a connection beyond the bound on their number, in seconds: for a request's head, and between
 #: requests.
 SPARE_TIMEOUT_S = 5.0
-#: If a client takes fewer bytes than this of a complete answer within `send_s`, its connection is closed. The
-#: client of a stream must take about as many before the HTTP server takes the stream's next bytes (`Backlogs`).
+#: If a client takes fewer bytes than this of its answer within `send_s`, its connection is closed.
 MUST_TAKE_BYTES = 48 * 1024
-#: Seconds from the moment when the HTTP server holds over 64 KiB of an answer until its unread bytes are counted,
-#: and from each count to the next.
-COUNT_AFTER_S = 5.0
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
 #: Used in place of `LINGER_S` at the server's shutdown, when clients get less time.
@@ -69,8 +64,8 @@ class ConnectionLimits:
             sockets have no bound of their own, since all clients of a proxy on this machine have the same address.
         keep_alive_s: time that a connection may stay open without a request.
         receive_s: time for the head of a request to come, from its first byte on.
-        send_s: time in which a client must take `MUST_TAKE_BYTES` of a complete answer, if the HTTP server has held
-            over 64 KiB of the answer, until 16 KiB are left.
+        send_s: time in which a client must take `MUST_TAKE_BYTES` of an answer, once over 64 KiB wait for it and
+            until 16 KiB are left.
     """
 
     connections: int = 1024
@@ -85,7 +80,6 @@ class Config(uvicorn.Config):
 
     Args:
         limits: bounds of connections.
-        backlogs: counts the unread bytes of JSON answers, together with those of streams; by default a new one.
         answers: the number of answers by status and error code, by default a new counter. Requests that connections
             refuse without the app are added to it.
         path_prefix: prefix that a proxy puts before every path.
@@ -95,14 +89,12 @@ class Config(uvicorn.Config):
         self,
         app: ASGIApp,
         limits: ConnectionLimits,
-        backlogs: Backlogs | None = None,
         answers: Counter[tuple[int, str]] | None = None,
         path_prefix: str = "",
         **settings: Any,
     ) -> None:
         super().__init__(app, http=Connection, **settings)
         self.limits = limits
-        self.backlogs = backlogs or Backlogs()
         self.answers = Counter() if answers is None else answers
         self.path_prefix = path_prefix
         self.addresses: Counter[str] = Counter()  # number of connections of each address
@@ -188,8 +180,6 @@ class Connection(H11Protocol):
         self._next_turn: asyncio.Handle | None = None  # parses the events that the last turn left
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
-        self._unread: Unread | None = None  # bytes of a complete answer that the client has not read
-        self._counting: asyncio.TimerHandle | None = None  # updates `_unread`
 
     # ------------------------------------------------------------------ opened and closed
 
@@ -363,50 +353,28 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_sending()
-        self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
-
-    def _watch_sending(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
-
-    def _count_unread(self) -> None:
-        """Count a complete answer's unread bytes, now and every `COUNT_AFTER_S` seconds.
-
-        An answer that is not complete is a stream, whose unread bytes its `Backlog` counts.
-        """
-        self._counting = self.loop.call_later(COUNT_AFTER_S, self._count_unread)
-        if self.cycle.response_complete:
-            if self._unread is None:
-                self._unread = Unread(self.config.backlogs, self._give_up)
-            self._unread.add(self.transport.get_write_buffer_size() - self._unread.bytes)
-
-    def _give_up(self, error: SlowReaderError) -> None:
-        logger.info("%s: closed", error)
-        self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_sending()
 
+    def _watch_sending(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
+
     def _stop_sending(self) -> None:
-        for timer in (self._sending, self._counting):
-            if timer is not None:
-                timer.cancel()
-        self._sending = self._counting = None
-        if self._unread is not None:
-            self._unread.forget()
-            self._unread = None
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     def _on_unread(self, unsent: int) -> None:
-        """Close the connection if its answer is complete, and the client took too little of it within `send_s`.
+        """Close the connection if the client took too little of its answer within `send_s`, or else watch on.
 
-        Otherwise, check again after another `send_s`. `unsent`: number of unsent bytes when this time began.
+        Args:
+            unsent: number of unsent bytes when this time began.
         """
-        if (
-            not self.cycle.response_complete
-            or unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES
-        ):
-            self._watch_sending()  # an incomplete answer is a stream, which has a deadline of its own
+        if unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES:
+            self._watch_sending()
         else:
             logger.info("a client took too little of its answer for %g s: closed", self.config.limits.send_s)
             self.transport.abort()

@@ -27,15 +27,13 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import ClassVar
+from collections.abc import AsyncIterator, Callable
 
 from common.errors import ShuttingDownError
 from common.hosting.async_engine import EngineWorker
 from common.hosting.calls import EngineCalls
 from common.observing.frames import Frame, Header, header
 from common.server.api.shapes import event
-from common.server.api.stream import Stream
 from common.server.errors import from_exception, unavailable
 
 MAX_VIEWERS = 8
@@ -239,13 +237,3 @@ class Recording:
         recordings.running.discard(self)
         with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
             recordings.worker.call(EngineCalls.stop_trace, self._number)
-
-
-class TraceStream(Stream):
-    """Sends a trace as a file to be saved."""
-
-    media_type = "application/json"
-    headers_of_all: ClassVar[Mapping[str, str]] = {
-        "Content-Disposition": 'attachment; filename="infer.trace"'
-    }
-    ping = b"\n"
