@@ -19,21 +19,15 @@ import os
 import re
 import runpy
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-logger = logging.getLogger("tutor")
-
 ErrorWatcher = Callable[[BaseException], None]
-
-SLOW_S = 10.0  # a call of the learner's code that has not returned after this time is logged
 
 
 class Place(NamedTuple):
@@ -174,55 +168,6 @@ def _is_below(folder: Path, file: str) -> bool:
     return Path(file).is_relative_to(folder)
 
 
-class CallWatch:
-    """Finds calls of the learner's code that do not return, such as endless loops.
-
-    Args:
-        tree: the learner's folder.
-    """
-
-    def __init__(self, tree: Path) -> None:
-        self.tree = tree
-        # Thread -> the outermost frame in the tree, when it was first seen, and whether it was reported. The frame
-        # itself is kept, because a later call could get its address.
-        self._running: dict[int, tuple[FrameType, float, bool]] = {}
-
-    def look(self, now_s: float) -> list[Place]:
-        """Return the line that each slow call is executing. Reports each call once.
-
-        A call is slow if it has run for `SLOW_S` seconds at the time `now_s`, in seconds.
-        """
-        places, running = [], {}
-        for thread, frame in sys._current_frames().items():
-            frames = [each for each, _ in traceback.walk_stack(frame) if self._is_in_tree(each)]
-            if not frames:
-                continue
-            inner, outer = frames[0], frames[-1]
-            known, since_s, reported = self._running.get(thread, (None, now_s, False))
-            if known is not outer:
-                since_s, reported = now_s, False
-            if now_s - since_s >= SLOW_S and not reported:
-                code, line = inner.f_code, inner.f_lineno
-                text = linecache.getline(code.co_filename, line).strip()
-                places.append(Place(code.co_filename, line, code.co_name, text))
-                reported = True
-            running[thread] = (outer, since_s, reported)
-        self._running = running
-        return places
-
-    def _is_in_tree(self, frame: FrameType) -> bool:
-        return _is_below(self.tree, frame.f_code.co_filename)
-
-    def run(self) -> None:
-        """Look for slow calls once a second, and log each one. Never returns: run it in a thread of its own."""
-        while True:
-            time.sleep(1.0)
-            for place in self.look(time.monotonic()):
-                logger.warning(
-                    "your code has not returned for %.0f s\n  %s\n    %s", SLOW_S, place, place.code
-                )
-
-
 def in_words(error: BaseException) -> str:
     """Return an error's type and the first line of its message."""
     message = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
@@ -237,7 +182,6 @@ def main(arguments: Sequence[str]) -> int:
     tree, module, *rest = arguments
     install(Path(tree).resolve())
     os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files
-    threading.Thread(target=CallWatch(Path(tree).resolve()).run, name="call watch", daemon=True).start()
     sys.argv = [module, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -7,7 +7,7 @@ import json
 import os
 import textwrap
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:  # a module that is imported before `install` cannot be replac
 
 TREE, RESULTS = "TUTOR_TREE", "TUTOR_RESULTS"  # names of environment variables
 BROKEN = ""  # key of the import error in the results: no test has this name
-VALUE = 300  # most characters that the report shows of a value
+WIDTH, MOST_LINES = 300, 4  # most characters of a line of a failed assertion, and most of its lines
 SHORT_TIMEOUT_S = 3  # for each test, once the learner's code has not returned in time
 TESTS = Path(__file__).parents[1] / "tests"
 
 _results: dict[str, Any] = {}
-_compared: list[tuple[str, object, object]] = []  # what the running test's failed assertions compare
 _raised: list[BaseException] = []  # errors raised in the tree, and caught by the engine, in this test
 
 
@@ -38,7 +37,6 @@ def pytest_load_initial_conftests() -> None:
     if not torch.cuda.is_available():  # as in tests/conftest.py, which pytest reads later
         os.environ.setdefault("TRITON_INTERPRET", "1")
     pytest.register_assert_rewrite("tests")  # so that helpers that fail show their values, too
-    torch.testing.assert_close = _noting(torch.testing.assert_close)
     # A failing example is not made smaller: that takes longer than a test may run.
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
     hypothesis.settings.register_profile("tutor", phases=phases, derandomize=True, database=None)
@@ -80,56 +78,9 @@ def _raised_by_a_test(error: BaseException) -> bool:
     return bool(known) and known[-1].is_relative_to(TESTS)
 
 
-class Furthest:
-    """The element of a tensor that differs most from the element of another tensor at the same place."""
-
-    def __init__(self, number: float, index: tuple[int, ...]) -> None:
-        self.number = number
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"{self.number:.7g} at {list(self.index)}, where the difference is largest"
-
-
-def _noting(assert_close: Callable[..., None]) -> Callable[..., None]:
-    """Return a version of `assert_close` that notes in `_compared` the two values of each comparison that fails."""
-
-    def compare(actual: object, expected: object, *arguments: Any, **named: Any) -> None:
-        try:
-            assert_close(actual, expected, *arguments, **named)
-        except AssertionError:
-            _compared.append(("==", *_furthest(actual, expected)))
-            raise
-
-    return compare
-
-
-def _furthest(actual: object, expected: object) -> tuple[object, object]:
-    """Return the two values that the report shows for a failed comparison.
-
-    For two tensors they are the elements that differ most, or the shapes if the shapes differ. Otherwise they are
-    `actual` and `expected` themselves.
-    """
-    import torch
-
-    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
-        return actual, expected
-    if actual.shape != expected.shape:
-        return actual.shape, expected.shape
-    difference = (actual.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
-    index = tuple(int(each) for each in torch.unravel_index(difference.argmax(), difference.shape))
-    return Furthest(actual[index].item(), index), float(f"{expected[index].item():.7g}")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    _compared.clear()
     _raised.clear()
-
-
-def pytest_assertrepr_compare(op: str, left: object, right: object) -> None:
-    """Note in `_compared` the two values of a failed assertion. Returns None: the assertion's own text stays."""
-    _compared.append((op, left, right))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -183,7 +134,7 @@ def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Gen
     """Yield the lines that explain a failed test.
 
     They are the place in the learner's code that raised `cause`, the place in the test (and in a helper of tests)
-    that raised `error`, and the compared values or the error's message. Lines that do not apply are left out.
+    that raised `error`, and the assertion's or the error's message. Lines that do not apply are left out.
     """
     if place := place_in(_tree(), cause):
         yield f"{place}   {place.code}"
@@ -198,13 +149,9 @@ def _lines(item: pytest.Item, error: BaseException, cause: BaseException) -> Gen
     if not isinstance(error, AssertionError):
         if not place:
             yield f"    {_said(error)}"
-    elif _compared:
-        op, left, right = _compared[-1]
-        where, left, right = _first_difference(left, right)
-        yield f"    got       {_shown(left)}{where}"
-        yield f"    expected  {'' if op in ('==', 'is') else op + ' '}{_shown(right)}"
-    else:
-        yield from (f"    {line}" for line in str(error).splitlines()[:3] if line)
+    else:  # pytest's own words: the compared values, and where they first differ
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Use -v" not in line]
+        yield from (f"    {textwrap.shorten(line, WIDTH, placeholder=' …')}" for line in lines[:MOST_LINES])
 
 
 def _is_timeout(error: BaseException) -> bool:
@@ -215,27 +162,6 @@ def _said(error: BaseException) -> str:
     if _is_timeout(error):
         return "Timeout: the test did not end. A loop never ends, or a request makes no progress."
     return in_words(error)
-
-
-def _first_difference(left: object, right: object) -> tuple[str, object, object]:
-    """Return a note and two values to show, for two values that differ.
-
-    If one of two lists is too long to be shown, the values are the first entries that differ, and the note has
-    their index. If one list begins with the other, the values are the lengths. Otherwise the values are `left` and
-    `right`, and the note is empty.
-    """
-    is_long = max(len(repr(left)), len(repr(right))) > VALUE
-    if is_long and isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        for i, (ours, theirs) in enumerate(zip(left, right, strict=False)):
-            if ours != theirs:
-                return f"   at index {i}, the first that differs", ours, theirs
-        if left and right and len(left) != len(right):  # one begins like the other
-            return " entries", len(left), len(right)
-    return "", left, right
-
-
-def _shown(value: object) -> str:
-    return textwrap.shorten(repr(value), VALUE, placeholder=" …")
 
 
 def _tree() -> Path:
