@@ -8,7 +8,7 @@ socket    connections   bounds on the number of connections, and on the time tha
                         HTTP parser, with bounds on a body's pieces)
 request   middleware    request ids, API keys, allowed `Host` names
 parse     routes        the functions of the routes; `generate` for the routes that make text
-          bodies        bytes to a validated body (`requests/`: its fields; `known_fields`: fields that are not
+          bodies        bytes to a validated body (`requests/`: its fields; `fields`: those that are not
                         implemented), or to one error
 tokens    intake        grammar compiled, places in the queue held, prompt tokenized
 inbox     common.hosting.async_engine, common.hosting.thread

@@ -15,7 +15,7 @@ from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from cluster.options import ClusterOptions
 from common.server.api.chat import ChatRequest
 from common.server.api.completions import CompletionRequest
-from common.server.api.known_fields import HINTS, UNIMPLEMENTED
+from common.server.api.fields import HINTS, UNIMPLEMENTED
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
 from common.server.api.wanted import GenerationRequest

@@ -11,13 +11,13 @@ from pydantic import BaseModel, Field, Tag
 from common.constrained.grammar import Grammar
 from common.errors import InvalidGrammarError
 from common.server.api.bodies import BODY, refused
-from common.server.api.forms import by_type
+from common.server.api.fields import by_type
 
 Text = Annotated[str, Field(min_length=1)]
 
 JsonSchema = Annotated[
-    Annotated[str, Tag("as text")] | Annotated[dict[str, Any], Tag("as object")],
-    by_type({str: "as text", dict: "as object"}, "schema_type", "an object, or the JSON text of one"),
+    Annotated[str, Tag("str")] | Annotated[dict[str, Any], Tag("dict")],
+    by_type("an object, or the JSON text of one"),
 ]
 
 

@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
-from common.server.api.known_fields import Ignored, review
+from common.server.api.fields import review
 from common.server.errors import OVERLOADED, ApiError, from_exception, shorten, unavailable
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -38,11 +38,10 @@ BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 #: Words of a body that refers to stored responses or their items.
 REFERENCES = (b"previous_response_id", b"item_reference")
 
-#: Prefix of all tags. A tag names one of the types that a field's value may have (pydantic's tagged unions).
-#: pydantic puts tags into an error's location, where they mean nothing to a client. `_explain` removes them.
-TAG = "as "
+_SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "union_tag_not_found", "finite_number"})
 
-_SYNTAX_ERRORS = frozenset({"json_invalid", "missing", "finite_number"})
+#: Codes of errors by pydantic's type of error.
+_CODES = {"json_invalid": "invalid_json", "missing": "missing_field", "union_tag_not_found": "missing_field"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +233,12 @@ class Body(BaseModel):
     model_config = BODY
     places: ClassVar[tuple[str, ...]] = ()  # of `UNIMPLEMENTED` and `HINTS`
 
-    _ignored: Ignored = PrivateAttr(default_factory=Ignored)
+    # Each unknown field's path in the body, by the path without numbers (`review`).
+    _ignored: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def ignored(self) -> Mapping[str, str]:
-        """The paths of the body's unknown fields (`Ignored.paths`)."""
-        return self._ignored.paths
+        return self._ignored
 
     def check(self, limits: Limits) -> None:
         """Refuse a well-formed body that cannot be served.
@@ -264,7 +263,7 @@ def parse(
     try:
         parsed = form.model_validate_json(body)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, body) from None
     review(parsed, parsed._ignored, strict=limits.strict_fields)
     if prepare is not None:
         prepare(parsed)
@@ -315,21 +314,52 @@ def refused(param: str, message: str, details: Mapping[str, object] | None = Non
     return ApiError(422, f"{param}: {message}", param=param, code="invalid_value", details=details)
 
 
-def _explain(error: ValidationError) -> ApiError:
-    """Return the ApiError for a body's first mistake in syntax or type, or else for its first mistake."""
-    details = error.errors(include_url=False, include_input=False, include_context=False)
-    worst = next((each for each in details if _is_syntax(each)), details[0])
-    path = [part for part in worst["loc"] if not str(part).startswith(TAG)]
+def _explain(error: ValidationError, body: bytes) -> ApiError:
+    """Return the ApiError for a body's first object of a type that is not implemented, such as an image. If there
+    is none, for its first mistake in syntax or type, or else for its first mistake."""
+    details = error.errors(include_url=False, include_input=False)
+    other = next((each for each in details if _is_other_type(each)), None)
+    worst = other or next((each for each in details if _is_syntax(each)), details[0])
+    kind, message, context = worst["type"], worst["msg"], worst.get("ctx", {})
+    path, value = ([], None) if kind == "json_invalid" else _find(worst, from_json(body))
+    if kind.startswith("union_tag"):  # the object's type is missing or unknown
+        path.append("type")
+        message = "Field required"
     where = "".join(f"[{part}]" if type(part) is int else f".{shorten(str(part), 100)}" for part in path)
     where = where.removeprefix(".")
-    kind, message = worst["type"], worst["msg"]
+    if other is not None:
+        types = context.get("expected_tags") or context["expected"]
+        given = shorten(str(context.get("tag", value)), 40)
+        return refused(where, f"{given!r} is refused; implemented: {types}")
     return ApiError(
         400 if _is_syntax(worst) else 422,
         f"{where}: {message}" if where else message,
         param=str(path[0]) if path else None,
-        code={"json_invalid": "invalid_json", "missing": "missing_field"}.get(
-            kind, "invalid_type" if kind.endswith("_type") else "invalid_value"
-        ),
+        code=_CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value"),
+    )
+
+
+def _find(detail: ErrorDetails, body: Any) -> tuple[list[str | int], Any]:
+    """Return the path in `body` of the value that a mistake is in, and the value.
+
+    pydantic's location also has the tags of unions, which mean nothing to a client: they are no keys of the object
+    that they stand behind.
+    """
+    path: list[str | int] = []
+    value = body
+    for part in detail["loc"]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]  # type: ignore[index]  # the kind of its index was checked
+            path.append(part)
+    if detail["type"] == "missing":
+        path.append(detail["loc"][-1])
+    return path, value
+
+
+def _is_other_type(detail: ErrorDetails) -> bool:
+    """Return whether a mistake is an object whose field `type` names a type that is not implemented."""
+    return detail["type"] == "union_tag_invalid" or (
+        detail["type"] == "literal_error" and detail["loc"][-1] == "type"
     )
 
 

@@ -14,8 +14,7 @@ from common.constrained.tool_calls import Function, ToolUse, behind_thought, tol
 from common.errors import InvalidGrammarError, InvalidRequestError
 from common.server.api.answer_forms import naming
 from common.server.api.bodies import BODY, refused
-from common.server.api.chat_messages import TEXT_ONLY, ChatMessage, Content, Messages, refuse_long
-from common.server.api.forms import refuse_other, refuse_other_parts, text_of
+from common.server.api.chat_messages import ChatMessage, Content, Messages, refuse_long, text_of
 from common.server.api.tools import CHOICE, ToolChoice, Tools, functions_of, log_once, tool_use_of
 from common.server.api.wanted import GenerationRequest, NewTokens, Whole
 from common.server.errors import shorten
@@ -68,15 +67,11 @@ class TemplateOptions(BaseModel):
         """The functions in the field `tools`.
 
         Raises:
-            ApiError: as `functions_of`; 422, a tool is not a function.
+            ApiError: as `functions_of`.
         """
-        functions = {}
-        tools: Any = self.tools or ()
-        for number, tool in enumerate(tools):
-            name = f"tools[{number}]"
-            refuse_other(name, tool, "only tools of type 'function' are called")
-            functions[name] = tool.function.as_function()
-        return functions_of(functions)
+        return functions_of(
+            {f"tools[{i}]": tool.function.as_function() for i, tool in enumerate(self.tools or ())}
+        )
 
     def render(self, messages: Sequence[ChatMessage], dialect: Dialect, functions: Sequence[Function]) -> str:
         """Return the conversation as the text that the model reads, with descriptions of `functions`.
@@ -344,5 +339,3 @@ class ChatRequest(ConversationRequest):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)
-        if self.prediction is not None:
-            refuse_other_parts("prediction.content", self.prediction.content, TEXT_ONLY)

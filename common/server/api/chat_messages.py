@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
 
 from common.constrained.tool_calls import Call
 from common.server.api.bodies import BODY, refused
-from common.server.api.forms import Other, by_kind, by_type, refuse_other_parts
-from common.server.api.known_fields import OLD_TOOLS
+from common.server.api.fields import OLD_TOOLS, by_type
 from common.server.api.tools import ToolCall
 
 
@@ -24,16 +22,17 @@ class TextPart(BaseModel):
     text: str
 
 
-Part = Annotated[
-    Annotated[TextPart, Tag("as a text")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    by_kind({"text": "as a text"}),
-]
 Content = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[Part], Field(max_length=256, fail_fast=True), Tag("as parts")],
-    by_type({str: "as text", list: "as parts"}, "content_type", "a string, or a list of parts of type text"),
+    Annotated[str, Tag("str")]
+    | Annotated[list[TextPart], Field(max_length=256, fail_fast=True), Tag("list")],
+    by_type("a string, or a list of parts of type text"),
 ]
-TEXT_ONLY = "only parts of type 'text' are read"
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: a text, a list of parts (their texts are joined with nothing
+    between), or None (an empty text)."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class ChatMessage(BaseModel):
@@ -86,7 +85,7 @@ class ChatMessage(BaseModel):
         return message | {field: value for field, value in given.items() if value is not None}
 
     def check(self, name: str) -> None:
-        """Refuse the role `function`, fields that do not fit the message's role, and parts that are not text.
+        """Refuse the role `function`, and fields that do not fit the message's role.
 
         `name` is the path of the message in the body, such as `messages[0]`.
 
@@ -101,7 +100,6 @@ class ChatMessage(BaseModel):
             raise refused(f"{name}.reasoning_content", "only an assistant's message has thoughts")
         if self.tool_call_id is not None and self.role != "tool":
             raise refused(f"{name}.tool_call_id", "only a tool's message answers a call")
-        refuse_other_parts(f"{name}.content", self.content, TEXT_ONLY)
 
 
 #: Most messages and calls in a conversation. Checking and rendering one takes about ten microseconds, during which

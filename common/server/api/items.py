@@ -15,18 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, Tag, TypeAdapter
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from common.server.api.bodies import BODY, refused
 from common.server.api.chat_messages import ChatMessage
-from common.server.api.forms import (
-    Other,
-    by_kind,
-    by_type,
-    refuse_other,
-    refuse_other_parts,
-)
+from common.server.api.fields import by_type
 from common.server.api.tools import CalledFunction, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -45,20 +38,11 @@ class TextPart(BaseModel):
     )
 
 
-Part = Annotated[
-    Annotated[TextPart, Tag("as a text")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    by_kind({"input_text": "as a text", "output_text": "as a text"}),
-]
 Content = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[Part], Field(max_length=256, fail_fast=True), Tag("as parts")],
-    by_type(
-        {str: "as text", list: "as parts"},
-        "content_type",
-        "a string, or a list of parts of type input_text or output_text",
-    ),
+    Annotated[str, Tag("str")]
+    | Annotated[list[TextPart], Field(max_length=256, fail_fast=True), Tag("list")],
+    by_type("a string, or a list of parts of type input_text or output_text"),
 ]
-TEXT_ONLY = "only parts of text are read"
 
 
 class InputItem(BaseModel):
@@ -70,13 +54,6 @@ class InputItem(BaseModel):
     id: Label | None = Field(default=None, description="a label")
     status: ItemStatus | None = Field(default=None, description="a label")
 
-    def check(self, name: str) -> None:
-        """Refuse values that a field's type cannot rule out. `name`: the item's path in the body (`input[0]`, say).
-
-        Raises:
-            ApiError: 422.
-        """
-
 
 class Message(InputItem):
     """A message of the conversation."""
@@ -85,9 +62,6 @@ class Message(InputItem):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="a label")
-
-    def check(self, name: str) -> None:
-        refuse_other_parts(f"{name}.content", self.content, TEXT_ONLY)
 
 
 class FunctionCall(InputItem):
@@ -113,9 +87,6 @@ class FunctionCallOutput(InputItem):
     output: Content
     name: Label | None = Field(default=None, description="a label")
     namespace: Label | None = Field(default=None, description="a label")
-
-    def check(self, name: str) -> None:
-        refuse_other_parts(f"{name}.output", self.output, TEXT_ONLY)
 
 
 class ReasoningPart(BaseModel):
@@ -150,28 +121,23 @@ class ItemReference(InputItem):
     id: Label
 
 
+def _type_of(item: Any) -> Any:
+    """Return the type of an item. An object without the field is a message."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
 Item = Annotated[
-    Annotated[Message, Tag("as a message")]
-    | Annotated[FunctionCall, Tag("as a call")]
-    | Annotated[FunctionCallOutput, Tag("as an output")]
-    | Annotated[Reasoning, Tag("as reasoning")]
-    | Annotated[ItemReference, Tag("as a reference")]
-    | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    by_kind(
-        {
-            "message": "as a message",
-            "function_call": "as a call",
-            "function_call_output": "as an output",
-            "reasoning": "as reasoning",
-            "item_reference": "as a reference",
-        },
-        default="message",
-    ),
+    Annotated[Message, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_type_of),
 ]
 Input = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("as items")],
-    by_type({str: "as text", list: "as items"}, "input_type", "a string or a list of items"),
+    Annotated[str, Tag("str")]
+    | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("list")],
+    by_type("a string or a list of items"),
 ]
 
 
@@ -222,18 +188,17 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
 
 
 def check_items(items: Sequence[Any], earlier: Sequence[Any]) -> None:
-    """Refuse items and parts of types that are not implemented, and outputs without a call of the same `call_id`
-    before them: in `items`, or in the `earlier` items of stored responses.
+    """Refuse outputs without a call of the same `call_id` before them: in `items`, or in the `earlier` items of
+    stored responses.
 
     Raises:
         ApiError: 422.
     """
     calls = {item.call_id for item in earlier if isinstance(item, FunctionCall)}
     for number, item in enumerate(items):
-        name = f"input[{number}]"
-        refuse_other(name, item, "items are messages, reasoning, function_call and function_call_output")
-        item.check(name)
         if isinstance(item, FunctionCall):
             calls.add(item.call_id)
         if isinstance(item, FunctionCallOutput) and item.call_id not in calls:
-            raise refused(f"{name}.call_id", f"no function_call before it has the call_id {item.call_id!r}")
+            raise refused(
+                f"input[{number}].call_id", f"no function_call before it has the call_id {item.call_id!r}"
+            )

@@ -34,7 +34,6 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 import orjson
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,7 +45,7 @@ from common.server.api import chat_messages as chat
 from common.server.api.answer import Answer, Choice, WireFormat
 from common.server.api.bodies import BODY, refused
 from common.server.api.chat import EFFORT, ConversationRequest, ReasoningEffort
-from common.server.api.forms import Other, by_kind, by_type, refuse_other, refuse_other_parts
+from common.server.api.fields import by_type, note
 from common.server.api.items import Label, message
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from common.server.api.shapes import ErrorDetail, event, json_response
@@ -56,7 +55,9 @@ from common.server.api.tools import (
     FunctionFields,
     Named,
     NamedTool,
+    OtherTool,
     ToolCall,
+    by_kind,
 )
 from common.server.api.wanted import StopString
 from common.server.errors import from_exception
@@ -117,12 +118,10 @@ class ToolUseBlock(BaseModel):
     input: dict[str, Any]
 
 
-_BY_CONTENT = by_type({str: "as text", list: "as blocks"}, "content_type", "a string, or a list of blocks")
-_Another = SkipJsonSchema[Annotated[Other, Tag("as another")]]
-_Text = Annotated[Annotated[TextBlock, Tag("as a text")] | _Another, by_kind({"text": "as a text"})]
+_BY_CONTENT = by_type("a string, or a list of blocks")
 Texts = Annotated[
-    Annotated[str, Tag("as text")]
-    | Annotated[list[_Text], Field(max_length=256, fail_fast=True), Tag("as blocks")],
+    Annotated[str, Tag("str")]
+    | Annotated[list[TextBlock], Field(max_length=256, fail_fast=True), Tag("list")],
     _BY_CONTENT,
 ]
 
@@ -139,21 +138,8 @@ class ToolResultBlock(BaseModel):
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("as a text")]
-    | Annotated[ThinkingBlock, Tag("as thoughts")]
-    | Annotated[RedactedThinkingBlock, Tag("as hidden thoughts")]
-    | Annotated[ToolUseBlock, Tag("as a call")]
-    | Annotated[ToolResultBlock, Tag("as a result")]
-    | _Another,
-    by_kind(
-        {
-            "text": "as a text",
-            "thinking": "as thoughts",
-            "redacted_thinking": "as hidden thoughts",
-            "tool_use": "as a call",
-            "tool_result": "as a result",
-        }
-    ),
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 #: The types of blocks that the messages of each role may have.
@@ -171,8 +157,8 @@ class InputMessage(BaseModel):
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        Annotated[str, Tag("as text")]
-        | Annotated[list[Block], Field(max_length=256, fail_fast=True), Tag("as blocks")],
+        Annotated[str, Tag("str")]
+        | Annotated[list[Block], Field(max_length=256, fail_fast=True), Tag("list")],
         _BY_CONTENT,
     ]
 
@@ -234,8 +220,8 @@ class CustomTool(FunctionFields):
 
 
 Tool = Annotated[
-    Annotated[CustomTool, Tag("as a custom tool")] | Annotated[Other, Tag("as another")],
-    by_kind({"custom": "as a custom tool"}, default="custom"),
+    Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
+    by_kind("custom", default="custom"),
 ]
 
 
@@ -321,9 +307,9 @@ class MessagesRequest(ConversationRequest):
     def model_post_init(self, _: Any) -> None:
         """Set the fields of chat whose names or forms differ in Anthropic's API."""
         for number, tool in enumerate(self.tools or ()):
-            if isinstance(tool, Other):  # the log and a header name its type
-                self._ignored.add(f"tools[{number}].", tool.type)
-        self.tools = [tool for tool in self.tools or () if not isinstance(tool, Other)]
+            if isinstance(tool, OtherTool):  # the log and a header name its type
+                note(self._ignored, f"tools[{number}].", tool.type)
+        self.tools = [tool for tool in self.tools or () if not isinstance(tool, OtherTool)]
         choice = self.tool_choice
         if choice is not None:
             self.parallel_tool_calls = not choice.disable_parallel_tool_use
@@ -379,29 +365,21 @@ class MessagesRequest(ConversationRequest):
         if self.thread is not None:
             raise refused("thread", "no conversation is kept here; send all its messages", details=NO_THREADS)
         self.check_messages(())
-        _refuse_others("system", self.system)
         calls = set()
         for number, each in enumerate(self.messages):
             for place, block in enumerate(each.blocks):
                 name = f"messages[{number}].content[{place}]"
-                refuse_other(name, block, "blocks are text, thinking, tool_use and tool_result")
                 if not isinstance(block, BLOCKS[each.role]):
                     raise refused(
                         name, f"messages of the role {each.role} have no blocks of type {block.type}"
                     )
                 if isinstance(block, ToolUseBlock):
                     calls.add(block.id)
-                if isinstance(block, ToolResultBlock):
-                    _refuse_others(f"{name}.content", block.content)
-                    if block.tool_use_id not in calls:
-                        raise refused(
-                            f"{name}.tool_use_id", f"no tool_use before it has the id {block.tool_use_id!r}"
-                        )
+                if isinstance(block, ToolResultBlock) and block.tool_use_id not in calls:
+                    raise refused(
+                        f"{name}.tool_use_id", f"no tool_use before it has the id {block.tool_use_id!r}"
+                    )
         chat.refuse_long("messages", self.turns)
-
-
-def _refuse_others(name: str, blocks: Any) -> None:
-    refuse_other_parts(name, blocks, "only blocks of text are read here")
 
 
 # ---------------------------------------------------------------------- the answer

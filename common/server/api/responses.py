@@ -18,7 +18,6 @@ from common.server.api.answer_forms import naming
 from common.server.api.bodies import BODY, MAX_BODY_BYTES, refused, too_large
 from common.server.api.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
 from common.server.api.chat_messages import ChatMessage, refuse_long
-from common.server.api.forms import Other, by_kind
 from common.server.api.items import (
     ITEMS,
     Input,
@@ -36,7 +35,9 @@ from common.server.api.tools import (
     CHOICE,
     FunctionFields,
     FunctionName,
+    OtherTool,
     Word,
+    by_kind,
     functions_of,
     log_once,
 )
@@ -76,9 +77,6 @@ class FunctionTool(FunctionFields):
         return {"type": "function", **given, "strict": self.strict is not False}
 
 
-OtherTool = Annotated[Other, Tag("as another")]
-
-
 class Namespace(BaseModel):
     """A tool in the body of responses: functions under a common name, such as those of one MCP server."""
 
@@ -90,8 +88,8 @@ class Namespace(BaseModel):
     tools: Annotated[
         list[
             Annotated[
-                Annotated[FunctionTool, Tag("as a function")] | OtherTool,
-                by_kind({"function": "as a function"}),
+                Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+                by_kind("function"),
             ]
         ],
         Field(max_length=128, fail_fast=True),
@@ -104,8 +102,10 @@ class Namespace(BaseModel):
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("as a function")] | Annotated[Namespace, Tag("as a namespace")] | OtherTool,
-    by_kind({"function": "as a function", "namespace": "as a namespace"}),
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    by_kind("function", "namespace"),
 ]
 
 
@@ -134,7 +134,8 @@ class AllowedTools(BaseModel):
     tools: Annotated[
         list[
             Annotated[
-                Annotated[NamedTool, Tag("as a function")] | OtherTool, by_kind({"function": "as a function"})
+                Annotated[NamedTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+                by_kind("function"),
             ]
         ],
         Field(min_length=1, max_length=128, fail_fast=True),
@@ -149,9 +150,9 @@ class AllowedTools(BaseModel):
 
 
 ToolChoice = Annotated[
-    Annotated[Word, Tag("as a word")]
-    | Annotated[NamedTool, Tag("as a tool")]
-    | Annotated[AllowedTools, Tag("as allowed tools")],
+    Annotated[Word, Tag("str")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
     BY_CHOICE,
 ]
 
@@ -325,7 +326,7 @@ class ResponsesRequest(ConversationRequest):
     def told_functions(self) -> tuple[Function, ...]:
         functions = {}
         for path, namespace, tool in self._tools:
-            if isinstance(tool, Other):
+            if isinstance(tool, OtherTool):
                 kind = shorten(tool.type, 40)
                 log_once(
                     f"/v1/responses: tools of type {kind!r} are skipped, since this server runs no tools"
@@ -336,7 +337,7 @@ class ResponsesRequest(ConversationRequest):
         return functions_of(functions)
 
     @property
-    def _tools(self) -> Iterator[tuple[str, str | None, FunctionTool | Other]]:
+    def _tools(self) -> Iterator[tuple[str, str | None, FunctionTool | OtherTool]]:
         """Each tool that is no namespace: its path in the body, its namespace, and the tool."""
         tools: Any = self.tools or ()
         for number, tool in enumerate(tools):
@@ -391,7 +392,7 @@ class ResponsesRequest(ConversationRequest):
             "temperature": temperature,
             "text": _written({"format": self._format.model_dump(by_alias=True, exclude_none=True)}),
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-            "tools": _written([tool.as_given() for tool in tools if not isinstance(tool, Other)]),
+            "tools": _written([tool.as_given() for tool in tools if not isinstance(tool, OtherTool)]),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": top_p,
             "truncation": self.truncation or "disabled",

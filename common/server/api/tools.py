@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
 
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Call, Function, ToolUse
 from common.errors import InvalidGrammarError
 from common.server.api.bodies import BODY, refused
-from common.server.api.forms import Other, by_kind
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +62,7 @@ class FunctionTool(BaseModel):
     function: FunctionFields
 
 
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("as a function")] | SkipJsonSchema[Annotated[Other, Tag("as another")]],
-    by_kind({"function": "as a function"}),
-]
-Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+Tools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
 
 
 class Named(BaseModel):
@@ -120,8 +114,8 @@ CHOICE = (
 def _choice_form(choice: Any) -> str | None:
     """Return the tag of the type of a `tool_choice`; None: no type fits."""
     if isinstance(choice, dict):
-        return "as allowed tools" if choice.get("type") == "allowed_tools" else "as a tool"
-    return "as a word" if isinstance(choice, str) else None
+        return "allowed_tools" if choice.get("type") == "allowed_tools" else "function"
+    return "str" if isinstance(choice, str) else None
 
 
 BY_CHOICE = Discriminator(
@@ -131,11 +125,32 @@ BY_CHOICE = Discriminator(
 )
 Word = Literal["none", "auto", "required"]
 ToolChoice = Annotated[
-    Annotated[Word, Tag("as a word")]
-    | Annotated[NamedTool, Tag("as a tool")]
-    | Annotated[AllowedTools, Tag("as allowed tools")],
+    Annotated[Word, Tag("str")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
     BY_CHOICE,
 ]
+
+
+class OtherTool(BaseModel):
+    """A tool that this server cannot offer to the model, such as a search of the web. Some bodies may have such
+    tools, and nothing comes of them."""
+
+    type: str
+
+
+def by_kind(*known: str, default: str | None = None) -> Discriminator:
+    """Return a discriminator that tags a tool with its field `type`, or with "other" if it is not `known`.
+
+    A tool without the field has the type `default`.
+    """
+
+    def kind(tool: Any) -> str:
+        named = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+        named = default if named is None else named
+        return named if named in known else "other"
+
+    return Discriminator(kind)
 
 
 def functions_of(tools: Mapping[str, Function]) -> tuple[Function, ...]:

@@ -15,7 +15,7 @@ from common.constrained.tool_calls import ToolUse
 from common.request import SamplingParams
 from common.server.api.answer_forms import ResponseFormat, StructuredOutputs
 from common.server.api.bodies import BODY, Body, Limits, check_model, refused
-from common.server.api.forms import by_type
+from common.server.api.fields import by_type
 from common.text.dialect import Dialect
 
 
@@ -36,9 +36,9 @@ NewTokens = Annotated[Annotated[Whole, Field(ge=1)] | None, BeforeValidator(no_l
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(max_length=256)]
 Stop = Annotated[
-    Annotated[StopString, Tag("as text")]
-    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("as texts")],
-    by_type({str: "as text", list: "as texts"}, "stop_type", "a string or a list of strings"),
+    Annotated[StopString, Tag("str")]
+    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("list")],
+    by_type("a string or a list of strings"),
 ]
 
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]

@@ -1,4 +1,4 @@
-"""Request fields that this server knows and does not implement, and the rule for unknown ones.
+"""Fields of requests: the table of those that are known and not implemented, and the rule for unknown ones.
 
 ```text
 a field of the body's class        implemented
@@ -15,10 +15,9 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator
 
 from common.server.errors import ApiError, shorten
 
@@ -126,33 +125,16 @@ HINTS: Mapping[str, frozenset[str]] = {
 MOST_NAMES = 16
 MOST_CHARACTERS = 60
 
-
 _PLAIN = frozenset({type(None), bool, int, float, str, dict})  # types of values that have no fields
 
 
-@dataclass
-class Ignored:
-    """The ignored fields of one body, at most `MOST_NAMES`.
-
-    Attributes:
-        paths: the path of each field's first place in the body (`messages[0].color`), by the path without numbers
-            (`messages[].color`).
-    """
-
-    paths: dict[str, str] = field(default_factory=dict)
-
-    def add(self, prefix: str, name: str) -> None:
-        # Names that a client made up are written into a header and into the log.
-        path = prefix + re.sub(r"[^\w.$-]", "?", shorten(name, MOST_CHARACTERS), flags=re.ASCII)
-        self.paths.setdefault(re.sub(r"\[\d+\]", "[]", path), path)
-
-
-def review(body: BaseModel, ignored: Ignored, *, strict: bool = False, prefix: str = "") -> None:
+def review(body: BaseModel, ignored: dict[str, str], *, strict: bool = False, prefix: str = "") -> None:
     """Check the fields of a validated body, and of the objects in it, that are not implemented.
 
     Args:
         body: the body, or an object in it.
-        ignored: unknown fields are added here.
+        ignored: the path of each unknown field's first place in the body (`messages[0].color`), by the path without
+            numbers (`messages[].color`). At most `MOST_NAMES` fields are added.
         strict: unknown fields are refused instead.
         prefix: the path of `body` in the whole body, with a dot at its end; empty for the whole body.
 
@@ -166,14 +148,14 @@ def review(body: BaseModel, ignored: Ignored, *, strict: bool = False, prefix: s
         value = extra[name] if name in extra else getattr(body, name)
         _require_neutral(f"{prefix}{name}", value, known[name])
     for name in extra:
-        if len(ignored.paths) == MOST_NAMES:
+        if len(ignored) == MOST_NAMES:
             break
         if name in known or name in hints:
             continue
         if strict:
             path = prefix + shorten(name, 100)
             raise ApiError(422, f"{path}: unknown field", param=path, code="unknown_field")
-        ignored.add(prefix, name)
+        note(ignored, prefix, name)
     for name, value in body.__dict__.items():  # the fields of the body's class
         if type(value) in _PLAIN:  # much faster than pydantic's `isinstance`
             continue
@@ -184,6 +166,13 @@ def review(body: BaseModel, ignored: Ignored, *, strict: bool = False, prefix: s
                 if not isinstance(item, BaseModel):  # a list of plain values: however long, it has no fields
                     break
                 review(item, ignored, strict=strict, prefix=f"{prefix}{name}[{number}].")
+
+
+def note(ignored: dict[str, str], prefix: str, name: str) -> None:
+    """Add an ignored field to `ignored`: see `review`."""
+    # Names that a client made up are written into a header and into the log.
+    path = prefix + re.sub(r"[^\w.$-]", "?", shorten(name, MOST_CHARACTERS), flags=re.ASCII)
+    ignored.setdefault(re.sub(r"\[\d+\]", "[]", path), path)
 
 
 @functools.cache
@@ -207,3 +196,19 @@ def _require_neutral(path: str, value: Any, known: Unimplemented) -> None:
 def _same_json(value: Any, neutral: Any) -> bool:
     """True if both are the same JSON value. In Python 0 equals False and 1 equals True; in JSON they differ."""
     return bool(value == neutral) and isinstance(value, bool) is isinstance(neutral, bool)
+
+
+# ---------------------------------------------------------------------- values of several types
+
+
+def by_type(expected: str) -> Discriminator:
+    """Return a discriminator that tags a value with the name of its Python type, such as `str` or `list`.
+
+    Without it, pydantic would try all types of a union, and report the mistakes in a long list once for each.
+    `expected` names the types that are accepted, for the error's message.
+    """
+    return Discriminator(
+        lambda value: type(value).__name__,
+        custom_error_type="union_type",
+        custom_error_message=f"Input should be {expected}",
+    )
