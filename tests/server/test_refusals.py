@@ -94,7 +94,6 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools"),
     (RESPONSES, {"input": [{"role": "user"}]}, "input"),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input"),
-    (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
 ]
 
 # ---------------------------------------------------------------------- values that are not accepted
@@ -195,7 +194,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
     ({"response_format": SCHEMA | {"type": "text"}}, "response_format", "json_schema"),
-    ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
     (
         {
             "response_format": {
@@ -232,7 +231,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": said("1", "function", name="f")}, "messages[0].role", "tool_calls"),
     ({"messages": said("1", tool_call_id="1")}, "messages[0].tool_call_id", "tool"),
     ({"messages": said("1", tool_calls=[CALL])}, "messages[0].tool_calls", "assistant"),
-    ({"messages": said([IMAGE])}, "messages[0].content[0].type", "only parts of type 'text' are read"),
+    ({"messages": said([IMAGE])}, "messages[0].content[0].type", "implemented: 'text'"),
     ({"messages": said([{"type": "x" * 5000}])}, "messages[0].content[0].type", "xxx…' is refused"),
     ({"messages": said("word " * 2000)}, "messages", ""),
     ({"messages": said("w o r d " * 600), "max_tokens": None}, "messages", ""),
@@ -291,6 +290,7 @@ ITEMS: list[tuple[dict[str, Any], str, str]] = [
     ({"instructions": "long " * 100_000, "truncation": "auto"}, "instructions", "262144"),
     ({"max_output_tokens": 0}, "max_output_tokens", ""),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "web_search"),
     ({"tools": [FILES, OWN | {"name": "files__read"}]}, "tools[1]", "files__read"),
     ({"tools": [OWN, OWN]}, "tools[1]", "find_fox"),
     ({"tools": [OWN], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f'"),

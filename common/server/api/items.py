@@ -122,8 +122,8 @@ class ItemReference(InputItem):
 
 
 def _type_of(item: Any) -> Any:
-    """Return the type of an item. An object without the field is a message."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    """Return the type of an item. An object without the field is a message, and no other value is an item."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
 
 
 Item = Annotated[
