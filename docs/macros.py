@@ -11,10 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the program `mkdocs` does not look for modules in this folder by itself
 
-MODULES = (
-    *("arithmetic", "capacity", "charts", "code", "filters", "gaps", "ledger", "options", "overrides"),
-    *("peers", "pictures", "results", "simulation", "spellings", "stepper", "stories", "three", "worked"),
-)
+MODULES = ("charts", "code", "options", "overrides", "stepper", "tables", "worked")
 
 
 def define_env(env: Any) -> None:

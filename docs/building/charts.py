@@ -7,17 +7,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.tables import MeasuredTable, load_tables, show
-from docs.building.pictures import Bar, bars, figure, text
-from docs.building.results import RESULTS
+from docs.building.pictures import figure, text
+from docs.building.tables import newest_table
 
-NOT_MEASURED = "(not measured yet)"  # in place of a cell whose table is missing
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 128, 26, 40
 TICKS = [digit * 10.0**power for power in range(-6, 9) for digit in (1, 2, 5)]
-WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
 KINDS = ("decode", "prefill", "idle", "sample")  # CSS classes of curves: a colour and a shape of marks each
 
 
@@ -38,9 +34,8 @@ def line_chart(
     only: str = "",
     by: str = "",
     linear: bool = False,
-    results: Path = RESULTS,
 ) -> str:
-    """Return a line chart of columns of a measured table over another column; "" if the table was not measured.
+    """Return a line chart of columns of the newest measured table of a name, over another of its columns.
 
     Args:
         name: the table's name.
@@ -50,9 +45,7 @@ def line_chart(
         by: heading of a column; each of its values gets a curve of its own.
         linear: whether axes are linear and begin at 0; otherwise both axes are logarithmic.
     """
-    table = newest(name, results)
-    if table is None:
-        return ""
+    table = newest_table(name)
     place = {heading: index for index, heading in enumerate(table.columns)}
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row, column in itertools.product(table.rows, columns):
@@ -61,91 +54,6 @@ def line_chart(
             found[curve].append((_number(row[place[x]]), _number(row[place[column]])))
     curves = [Curve(name, points) for name, points in found.items()]
     return draw(curves, title=title, x_title=x, y_title=y_title, linear=linear)
-
-
-def bar_chart(name: str, column: str, *, title: str, labels: float = 130, results: Path = RESULTS) -> str:
-    """Return a chart with a bar for each row of a measured table; "" if the table was not measured.
-
-    Args:
-        name: the table's name.
-        column: heading of the column with the bars' values. Rows without a value are left out. The table's first
-            column has the labels.
-        labels: width of the labels, in pixels.
-    """
-    table = newest(name, results)
-    if table is None:
-        return ""
-    place = list(table.columns).index(column)
-    shown = [
-        Bar(str(row[0]), _number(row[place]), show(row[place]))
-        for row in table.rows
-        if row[place] is not None
-    ]
-    return bars(shown, title, title, labels=labels)
-
-
-def newest(name: str, results: Path = RESULTS) -> MeasuredTable | None:
-    """Return the newest published table called `name`. If there is none, return the reader's own newest table of
-    this name, or None."""
-    found = [table for table in load_tables(results) if table.name == name]
-    return min(found, key=lambda table: table.local, default=None)
-
-
-def measured_cell(name: str, column: str, *row: str | float, results: Path = RESULTS) -> str:
-    """Return one cell of a measured table for a sentence, from the first row that begins with the cells `row`."""
-    table = newest(name, results)
-    if table is None:
-        return NOT_MEASURED
-    place = table.columns.index(column)
-    return next(show(cells[place]) for cells in table.rows if tuple(cells[: len(row)]) == row)
-
-
-def measured_ratio(
-    name: str,
-    column: str,
-    before: Sequence[str | float],
-    after: Sequence[str | float],
-    results: Path = RESULTS,
-) -> str:
-    """Return a cell of a measured table divided by another cell of the column, for a sentence: `×1.24`.
-
-    Args:
-        before: the first cells of the divisor's row.
-        after: as many first cells of the dividend's row.
-    """
-    table = newest(name, results)
-    if table is None:
-        return NOT_MEASURED
-    place = table.columns.index(column)
-    cells = {tuple(row[: len(before)]): row[place] for row in table.rows}
-    old, new = cells.get(tuple(before)), cells.get(tuple(after))
-    return NOT_MEASURED if old is None or new is None else f"×{_number(new) / _number(old):.2f}"
-
-
-def measured_slope(name: str, column: str, results: Path = RESULTS) -> str:
-    """Return how much a column of a measured table grows for each unit of the first column, for a sentence.
-
-    The growth is the mean from the table's first row to its last row.
-    """
-    table = newest(name, results)
-    if table is None:
-        return NOT_MEASURED
-    place = table.columns.index(column)
-    (low, *_), (high, *_) = table.rows[0], table.rows[-1]
-    grown = _number(table.rows[-1][place]) - _number(table.rows[0][place])
-    return show(grown / (_number(high) - _number(low)))
-
-
-def rows_at_crossing(results: Path = RESULTS) -> str:
-    """Return how many rows a pass must have so that multiplying with a weight takes as long as reading it."""
-    table = newest("batch_size", results)
-    if table is None:
-        return NOT_MEASURED
-    giga_bytes, giga_operations = (
-        float(table.setup[key].split()[0].replace(",", "")) for key in ("reads", "multiplies")
-    )
-    weight_bytes = WEIGHT_BYTES[table.setup["model"].rpartition(" in ")[2]]
-    return f"{giga_operations / giga_bytes * weight_bytes / 2:.0f}"
 
 
 def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, linear: bool = False) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from benchmarks.calibrate import LOADS
 from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from cluster.options import ClusterOptions
 from common.server.api.chat import ChatRequest
@@ -128,11 +127,6 @@ def workloads_table(*, chats: bool = False) -> str:
             [f"`{workload.name}`", str(workload.requests), prompts, new, f"{workload.arrivals}{rate}", shows]
         )
     return table(["name", "requests", "prompt tokens", "new tokens", "arrivals", "shows"], rows, "lrllll")
-
-
-def offered_load(workload: str) -> str:
-    """Return a workload's load: requests sent for each request that could be served (`benchmarks.calibrate`)."""
-    return f"{LOADS[workload]:g}"
 
 
 def _shows(workload: Workload, numbers: Set[int]) -> str:

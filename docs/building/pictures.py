@@ -3,43 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-BAR, GAP = 16, 4  # of bars, in pixels
-
-
-class Bar(NamedTuple):
-    """A bar, with the text `label` before it and the text `written` (its value) after it. `kind` is its CSS class.
-    If `opens_group`, there is more space above the bar."""
-
-    label: str
-    value: float
-    written: str
-    kind: str = "decode"
-    opens_group: bool = False
-
-
-def bars(
-    shown: Sequence[Bar], title: str, legend: str = "", *, labels: float, width: float = 560, most: float = 0
-) -> str:
-    """Draw horizontal bars, one below the other.
-
-    Args:
-        labels: width of the labels, in pixels.
-        most: the value that a bar of full length has; 0: the largest value.
-    """
-    most = most or max(bar.value for bar in shown)
-    shapes = []
-    y = 0
-    for place, (label, value, written, kind, opens_group) in enumerate(shown):
-        y += 2 * GAP if opens_group and place else 0
-        length = max(value / most * (width - labels - 110), 1)
-        shapes.append(text(0, y + 13, label, "label"))
-        size = f'width="{length:.1f}" height="{BAR}"'
-        shapes.append(f'<rect x="{labels:g}" y="{y}" {size} rx="2" class="{kind}"/>')
-        shapes.append(text(labels + length + 6, y + 13, written, "label"))
-        y += BAR + GAP
-    return figure(width, y, shapes, title, legend)
 
 
 def figure(width: float, height: float, shapes: Sequence[str], title: str, legend: str) -> str:

@@ -131,13 +131,3 @@ def test_light_and_dark_follow_the_reader(tab: Tab, home: str) -> None:
         tab.open(f"{home}/index.html", dark=dark)
         backgrounds.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2
-
-
-def test_a_page_that_loads_from_elsewhere_would_be_noticed(tab: Tab, tmp_path: Path) -> None:
-    page = tmp_path / "elsewhere.html"
-    page.write_text('<!doctype html><article>x</article><img src="http://cdn.invalid/x.png">')
-    tab.open(page.as_uri(), width=PHONE)
-    assert tab.ask(BROKEN) == ["http://cdn.invalid/x.png"]
-    assert "http://cdn.invalid/x.png" in tab.requested
-    with pytest.raises(AssertionError):
-        tab.assert_well(page.as_uri())
