@@ -1,6 +1,7 @@
 """Prints how large each part of the project is, and how many functions a decode step calls.
 
-`make size` runs it. Counts the files that git tracks, as they are in the working tree.
+Fails if a part is larger than its ceiling in `size.toml`. `make size` runs it. Counts the files that git tracks, as
+they are in the working tree.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -16,19 +18,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: For each part of the project: the path prefixes of its Python files, and the path prefixes that are left out.
-PARTS = {
-    "common without server, models, zoo": (("common/",), ("common/server/", "common/models/", "common/zoo/")),
-    "common/models": (("common/models/",), ()),
-    "common/server": (("common/server/",), ()),
-    "phases": (("phase",), ()),
-    "kernels": (("kernels/",), ()),
-    "cluster": (("cluster/",), ()),
-    "benchmarks": (("benchmarks/",), ()),
-    "simulator": (("simulator/",), ()),
-    "docs": (("docs/",), ()),
-    "tests": (("tests/",), ()),
-}
 RESULTS = "benchmarks/results/"
 
 
@@ -86,20 +75,25 @@ def crossed(package: str) -> tuple[int, int]:
     return len(called), len({file for file, _ in called})
 
 
-def main() -> None:
+def is_in(path: Path, part: dict[str, Any]) -> bool:
+    """Return whether a file of Python counts to a part of `size.toml`."""
+    name = str(path)
+    return name.startswith(tuple(part["paths"])) and not name.startswith(tuple(part.get("without", ())))
+
+
+def main() -> int:
+    """Print the sizes. Returns 1 if a part is above a ceiling, or else 0."""
     files = tracked()
-    print(f"{'part':<36}{'lines':>8}{'modules':>9}{'median':>8}{'largest':>9}")
-    for part, (prefixes, exceptions) in PARTS.items():
-        own = [
-            path
-            for path in files
-            if path.suffix == ".py"
-            and str(path).startswith(prefixes)
-            and not (exceptions and str(path).startswith(exceptions))
-        ]
-        lines = [lines_of(path) for path in own]
-        middle = round(statistics.median(lines))
-        print(f"{part:<36}{sum(lines):>8,}{len(lines):>9}{middle:>8}{max(lines):>9}")
+    parts = tomllib.loads((ROOT / ".ci/size.toml").read_text())["part"]
+    above = []
+    print(f"{'part':<36}{'lines':>8}{'ceiling':>9}{'modules':>9}{'median':>8}{'largest':>9}")
+    for part in parts:
+        lines = [lines_of(path) for path in files if path.suffix == ".py" and is_in(path, part)]
+        total, middle = sum(lines), round(statistics.median(lines))
+        row = f"{part['name']:<36}{total:>8,}{part['lines']:>9,}{len(lines):>9}{middle:>8}{max(lines):>9}"
+        print(row)
+        if total > part["lines"] or len(lines) > part.get("modules", len(lines)):
+            above.append(part["name"])
     results = [ROOT / path for path in files if str(path).startswith(RESULTS)]
     megabytes = sum(path.stat().st_size for path in results) / 1e6
     print(f"{'result files':<36}{len(results):>8}, {megabytes:.1f} MB")
@@ -112,7 +106,10 @@ def main() -> None:
     for package in ("phase5_continuous", "phase9_pipelined"):
         count, modules = crossed(package)
         print(f"a decode step of {package} crosses {count} functions in {modules} modules")
+    if above:
+        print(f"above the ceiling in .ci/size.toml: {', '.join(above)}")
+    return bool(above)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

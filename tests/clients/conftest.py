@@ -32,6 +32,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients-table", metavar="FOLDER", type=Path, help="results: write the table there")
 
 
+#: Most seconds of one test: the first one that needs a client also downloads and installs it.
+TIMEOUT_S = 1200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("clients") is not None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
 # ---------------------------------------------------------------------- servers and clients
 
 
