@@ -194,16 +194,6 @@ def test_the_librarys_own_loop_sends_the_whole_conversation(client: anthropic.An
     assert second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0) > first.usage.input_tokens
 
 
-def test_tools_that_may_not_or_cannot_be_called(client: anthropic.Anthropic) -> None:
-    plain = client.messages.create(**body())
-    searching: list[Any] = [{"type": "web_search_20250305", "name": "web_search"}]
-    assert client.messages.create(**body(tools=searching)).content == plain.content
-    none = client.messages.create(**body(tools=FOX_TOOLS, tool_choice={"type": "none"}))
-    assert none.content == plain.content
-    told = client.messages.count_tokens(model=plain.model, messages=ASK, tools=[*FOX_TOOLS, *searching])
-    assert told.input_tokens > prompt_tokens(none)
-
-
 def test_a_call_that_is_cut_off_has_the_input_so_far(client: anthropic.Anthropic) -> None:
     fields = body(tools=FOX_TOOLS, tool_choice={"type": "tool", "name": "find_fox"}, max_tokens=60)
     whole = client.messages.create(**fields)
@@ -325,28 +315,3 @@ def test_refusals_before_and_beside_the_route(server: ServerProcess) -> None:
     ):
         assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
         assert response.json()["type"] == "error"
-
-
-def test_a_key_is_wanted(phase: str) -> None:
-    with ServerProcess(phase, "--api-key", "secret", headers={"Authorization": "Bearer secret"}) as server:
-        with pytest.raises(anthropic.AuthenticationError) as raised:
-            library(server).messages.create(**body())
-        assert raised.value.type == "authentication_error"  # type: ignore[attr-defined]
-        for key in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
-            assert library(server, **key).messages.create(**body()).content
-
-
-def test_a_failure_ends_the_stream_with_an_error(gated: ServerProcess) -> None:
-    gated.order("fail")
-    sent = {"messages": ASK, "max_tokens": 20, "stream": True}
-    events = list(read_events(gated.client.post("/v1/messages", json=sent)))
-    assert [name for name, _ in events] == ["message_start", "ping", "error"]
-    assert events[-1][1]["error"]["type"] == "api_error"
-    with (
-        library(gated) as client,
-        pytest.raises(anthropic.APIStatusError),
-        client.messages.stream(**body()) as stream,
-    ):
-        stream.get_final_message()
-    with library(gated) as client, pytest.raises(anthropic.InternalServerError):
-        client.messages.create(**body())

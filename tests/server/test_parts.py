@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import tokenizers
@@ -333,33 +332,6 @@ def count_searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return searched
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "behind"),
-    [
-        (HermesReader, '<tool_call>{"arguments": {"city": "', '"}, "name": "weather"}</tool_call>'),
-        (LlamaReader, '{"name": "', '", "parameters": {}}'),
-        (PythonReader, "[weather(city='", "', days=[])]"),
-    ],
-)
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_long_call_is_searched_once_and_parsed_once(
-    kind: type[PartsReader], before: str, behind: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call comes letter by letter. Brackets inside a string must not be taken for its end."""
-    searched = count_searched(monkeypatch)
-    parses = {
-        name: MagicMock(wraps=getattr(parts_module, name)) for name in ("_HEAD", "_loaded", "_named_values")
-    }
-    for name, parse in parses.items():
-        monkeypatch.setattr(parts_module, name, parse)
-    text = before + "a)}, " * 500 + (behind if is_whole else "")
-    _, _, calls = read(kind(names=NAMES), *text)
-    assert bool(calls) is (is_whole and kind is not LlamaReader)  # Llama's text names no known tool
-    assert sum(searched) <= len(text)
-    assert parses["_HEAD"].fullmatch.call_count <= 2
-    assert parses["_loaded"].call_count + parses["_named_values"].call_count <= 2
-
-
 #: Reader and text: a beginning, and a piece that repeats.
 ENDLESS: dict[str, tuple[type[PartsReader], str, str]] = {
     "white space before a thought": (PartsReader, "", " "),
@@ -395,13 +367,6 @@ def test_the_work_grows_with_the_text(case: str, monkeypatch: pytest.MonkeyPatch
         assert len(reader._held) <= 12
     reader.finish()
     assert sum(searched) <= (2 + parts_module.MOST_SEARCHES) * len(text)
-
-
-def test_each_call_has_an_id_of_its_own() -> None:
-    reader = HermesReader(names=NAMES)
-    ids = [part.id for part in reader.add(HERMES * 3) if isinstance(part, CallPart)]
-    assert len(set(ids)) == 3
-    assert all(each.startswith("call_") for each in ids)
 
 
 # ---------------------------------------------------------------------- the choice of a reader
