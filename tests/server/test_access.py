@@ -35,14 +35,6 @@ def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
 # ---------------------------------------------------------------------- keys
 
 
-def test_no_key_pauses_the_requests_of_other_keys(named: ServerProcess) -> None:
-    """Only a server with --admin has these routes, whether or not it has keys."""
-    for path in ("/pause", "/resume"):
-        assert_error(named.client.post(path), 404, None, "not_found")
-    assert named.client.get("/health").json()["status"] == "ok"
-    assert named.complete(max_tokens=1)
-
-
 @pytest.mark.parametrize("path", ["/steps", "/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"])
 def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
     named.begin_test()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from common.constrained.grammar import Grammar
 from common.engine.engine import Engine
@@ -439,58 +439,6 @@ async def test_so_many_large_bodies_wait_and_the_others_are_refused(allowed: asy
     allowed.set()
     assert await asyncio.gather(*waiting) == [LARGE] * Bodies.MOST_WAITING
     assert await bodies.read_json(request(LARGE)) == LARGE
-
-
-async def test_clients_that_leave_while_their_bodies_wait_use_no_rate(allowed: asyncio.Event) -> None:
-    bodies = Bodies(30.0)
-    first = asyncio.create_task(bodies.read_json(request(LARGE)))
-    await turns()
-    counted_s = bodies._paid_until_s
-    left: list[bool] = []
-    leaving = [
-        asyncio.create_task(bodies.read_json(request(LARGE, complete=False, client_left=lambda: bool(left))))
-        for _ in range(Bodies.MOST_WAITING - 1)
-    ]
-    await turns()
-    with pytest.raises(ApiError, match="large bodies wait"):
-        await bodies.read_json(request(LARGE))
-    left.append(True)
-    allowed.set()
-    ended = await asyncio.gather(*leaving, return_exceptions=True)
-    assert {type(each) for each in ended} == {ClientDisconnect}
-    assert await first == LARGE
-    assert bodies._paid_until_s == counted_s
-    assert await bodies.read_json(request(LARGE)) == LARGE
-    assert bodies._paid_until_s > counted_s
-
-
-async def test_a_wait_for_the_rate_makes_no_body_late(allowed: asyncio.Event) -> None:
-    bodies = Bodies(0.5)
-    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(2)]
-    stalling = asyncio.create_task(bodies.read_json(request(LARGE, complete=False)))
-    with pytest.raises(ApiError) as late:
-        await bodies.read_json(request(SMALL, complete=False))
-    assert late.value.code == "body_timeout"
-    await asyncio.wait([*waiting, stalling], timeout=0.5)
-    assert not any(task.done() for task in (*waiting, stalling))
-    allowed.set()
-    assert await asyncio.gather(*waiting) == [LARGE] * 2
-    with pytest.raises(ApiError) as late:
-        await stalling
-    assert late.value.code == "body_timeout", "its client's own time still counts"
-    assert await bodies.read_json(request(LARGE)) == LARGE
-
-
-async def test_bodies_that_wait_are_refused_at_the_end(allowed: asyncio.Event) -> None:
-    bodies = Bodies(30.0)
-    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(3)]
-    await turns()
-    bodies.give_up()
-    waiting.append(asyncio.create_task(bodies.read_json(request(LARGE))))
-    for refused in await asyncio.gather(*waiting, return_exceptions=True):
-        assert isinstance(refused, ApiError)
-        assert refused.code == "shutting_down"
-    assert await bodies.read_json(request(SMALL)) == SMALL, "it has come already"
 
 
 async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

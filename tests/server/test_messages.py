@@ -252,47 +252,35 @@ def test_thinking_is_the_templates_variable(thinker: ServerProcess) -> None:
 # ---------------------------------------------------------------------- errors
 
 
+BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "error", "says"),
+    ("fields", "says"),
     [
-        ({"messages": []}, anthropic.BadRequestError, "messages"),
-        ({"stop_sequences": 5}, anthropic.BadRequestError, "stop_sequences"),
-        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"n": 2}, anthropic.BadRequestError, "n"),
-        ({"model": "claude"}, anthropic.NotFoundError, "zoo:llama-tiny"),
-        ({"tool_choice": {"type": "tool", "name": "f"}}, anthropic.BadRequestError, "'f'"),
-        ({"system": [{"type": "image"}]}, anthropic.BadRequestError, "system[0].type"),
+        ({"messages": []}, "messages"),
+        ({"stop_sequences": 5}, "stop_sequences"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"model": "claude"}, "zoo:llama-tiny"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "'f'"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            anthropic.BadRequestError,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0].type: 'image'",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
-                ]
-            },
-            anthropic.BadRequestError,
-            "messages[0].content[0]",
-        ),
+        ({"messages": [{"role": "user", "content": [BLOCK]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
-            anthropic.BadRequestError,
             "tool_use_id",
         ),
     ],
 )
-def test_refusals_are_the_librarys_errors(
-    server: ServerProcess,
-    client: anthropic.Anthropic,
-    fields: Any,
-    error: type[anthropic.APIStatusError],
-    says: str,
-) -> None:
-    with pytest.raises(error) as raised:
+def test_refusals_are_the_librarys_errors(client: anthropic.Anthropic, fields: Any, says: str) -> None:
+    unknown = "model" in fields
+    with pytest.raises(anthropic.NotFoundError if unknown else anthropic.BadRequestError) as raised:
         client.messages.create(**body(**fields))
-    kind = "not_found_error" if error is anthropic.NotFoundError else "invalid_request_error"
+    kind = "not_found_error" if unknown else "invalid_request_error"
     told: Any = raised.value.body
     assert (told["type"], told["error"]["type"], told["request_id"]) == (
         "error",

@@ -13,7 +13,6 @@ from common.server.api.bodies import Body, Limits, parse
 from common.server.api.chat import ChatRequest
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
-from common.server.errors import ApiError
 from common.text.dialect import Dialect
 
 QUESTION = {"role": "user", "content": "hi"}
@@ -77,25 +76,3 @@ def test_turns_come_back_as_clients_change_them(client: str) -> None:
     assert rendered == prompts(form, field, [QUESTION, plain, QUESTION])
     if client.startswith("reasoning"):
         assert rendered == prompts(form, field, [QUESTION, QUESTION])
-
-
-@pytest.mark.parametrize(
-    ("form", "field", "calls"),
-    [
-        (ChatRequest, "messages", {"role": "assistant", "tool_calls": [CALL] * 100}),
-        (
-            MessagesRequest,
-            "messages",
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 100,
-            },
-        ),
-    ],
-)
-def test_a_conversation_of_too_many_calls_is_refused(
-    form: type[Body], field: str, calls: dict[str, Any]
-) -> None:
-    assert prompts(form, field, [QUESTION, *[calls] * 5])
-    with pytest.raises(ApiError, match="2121 messages and calls; a conversation has at most 2048"):
-        prompts(form, field, [QUESTION, *[calls] * 20, *[QUESTION] * 100])
