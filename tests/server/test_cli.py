@@ -223,6 +223,20 @@ def test_an_option_may_have_several_values(phase: str, argv: list[str]) -> None:
     assert (options.served_model_name, options.port) == (["a", "b"], 5)
 
 
+@pytest.mark.parametrize("argv", [["--num-gpu-blocks", "77"], ["--num-gpu-blocks=77"]])
+def test_blocks_have_a_second_name(argv: list[str]) -> None:
+    assert read_options(find_phase("phase6_paged"), argv)[1].num_blocks == 77  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="--num-blocks"):
+        read_options(find_phase("phase5_continuous"), argv)
+
+
+def test_without_a_seed_each_start_is_random() -> None:
+    package = find_phase("phase4_static")
+    seeds = {read_options(package, argv)[1].seed for argv in [["--seed", "none"], ["--seed=none"], []]}
+    assert len(seeds) == 3
+    assert 0 in seeds, "the default"
+
+
 def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     package = find_phase("phase7_chunked")
     name = "prefill_token_budget"
