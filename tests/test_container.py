@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +32,6 @@ def test_the_server_starts_with_its_words_and_is_healthy() -> None:
     finally:
         process.close()
     assert subprocess.run(here, capture_output=True, check=False).returncode != 0
-
-
-def test_it_does_not_run_as_root() -> None:
-    (user,) = re.findall(r"^USER (\S+)$", TEXT, re.MULTILINE)
-    made = next(shlex.split(line) for line in TEXT.splitlines() if line.startswith("RUN useradd"))
-    assert user in made
-    assert int(made[made.index("--uid") + 1]) > 0
 
 
 def test_the_builder_gets_every_file_of_the_wheel_and_no_other() -> None:

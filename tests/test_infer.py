@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -48,11 +45,6 @@ def test_serve_is_the_phases_own_command(name: str, capsys: pytest.CaptureFixtur
     assert said.split()[4:] == own.split()[4:]
 
 
-@pytest.mark.parametrize("word", ["chat", "compare", "run", "plots", "demo"])
-def test_commands_have_their_name(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert help_of(capsys, word).startswith(f"usage: infer {word} [-h]")
-
-
 def test_wrong_options_are_what_they_are_without_infer(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "static", "--dtype", "int3"])
@@ -60,14 +52,6 @@ def test_wrong_options_are_what_they_are_without_infer(capsys: pytest.CaptureFix
     assert capsys.readouterr().err.startswith("error: --dtype")
     assert main(["compare", "--phases", "99"]) == 2
     assert "'99' is no phase; there are phase4_static" in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_a_comparison_that_is_told_to_stop_ends_as_an_exception() -> None:
-    """SIGTERM raises SystemExit, which passes through the `with` of each server and stops it."""
-    assert main(["compare", "--phases", "99"]) == 2
-    with pytest.raises(SystemExit) as ended:
-        signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_phases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,20 +67,6 @@ def test_help_names_every_command(words: str, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     for word in ("serve PHASE", "chat", "phases", "compare", "run", "plots", "demo"):
         assert f"infer {word} " in said
-
-
-def test_serve_lists_the_options_without_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    said = help_of(capsys, "serve")
-    assert said.startswith("usage: infer serve PHASE [options]")
-    assert "--pipeline-depth" in said
-    assert "--max-connections" in said
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("infer ")
 
 
 @pytest.mark.parametrize("words", ["", "sevre 7", "phases 7", "--port 0"])
@@ -118,12 +88,6 @@ def test_serving_what_is_no_phase_lists_the_phases(words: str, capsys: pytest.Ca
     assert printed.err.count("\n") == 1
 
 
-def test_the_installed_command_is_this_one() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert EntryPoint("infer", project["project"]["scripts"]["infer"], "console_scripts").load() is main
-    assert "infer" in project["tool"]["setuptools"]["packages"]["find"]["include"]
-
-
 def test_a_server_in_a_process_of_its_own() -> None:
     options = ["--port", "0", "--dtype", "float32", "--device", "cpu"]
     command = [sys.executable, "-m", "infer", "serve", "4", *options]
@@ -135,23 +99,6 @@ def test_a_server_in_a_process_of_its_own() -> None:
             assert server.wait(60) == 0
         finally:
             server.kill()
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(
-    ("phase", "says"),
-    [
-        ("static", "error: --dtype"),
-        ("4", "error: --dtype"),
-        ("statik", "no phase 'statik'; there are phase4_static"),
-    ],
-)
-def test_make_serve_takes_a_number_or_a_name(phase: str, says: str) -> None:
-    ready = ["--old-file=.venv/base", f"BIN={Path(sys.executable).parent}"]  # this environment, as it is
-    command = ["make", *ready, "serve", f"PHASE={phase}", "ARGS=--dtype int3"]
-    ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert says in ended.stderr
 
 
 def test_an_interrupt_while_modules_are_loaded() -> None:

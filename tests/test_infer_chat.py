@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import select
-import shlex
 import shutil
 import subprocess
 import sys
@@ -206,23 +205,6 @@ def test_an_answer_is_stopped_and_the_next_question_works(endless: ServerProcess
     endless.begin_test()  # the engine has no request left
 
 
-def test_a_stopped_answer_stays_in_the_conversation(endless: ServerProcess) -> None:
-    with Terminal("--url", endless.url) as terminal:
-        terminal.type("Go on.\n")
-        terminal.expect(r"(?s)Go on\.\n.{3}")
-        endless.order("hold")
-        terminal.type("\x03")
-        terminal.expect("stopped")
-        endless.order("open")
-        terminal.expect(PROMPT)
-        endless.begin_test()
-        terminal.type("And now?\n")
-        terminal.expect(r"(?s)And now\?\n.{3}")
-        terminal.type("\x03")
-        terminal.expect("stopped")
-        assert endless.counters()["prompt_tokens"] > prompt_tokens("Go on.", "", "And now?")
-
-
 def test_commands_and_what_is_none(server: ServerProcess) -> None:
     with Terminal("--url", server.url, "--system", "You are a fox.", "--max-tokens", "2") as terminal:
         assert terminal.ask("Who?")[::2] == (prompt_tokens("Who?", system="You are a fox."), 2)
@@ -231,14 +213,6 @@ def test_commands_and_what_is_none(server: ServerProcess) -> None:
         terminal.say("/hlep", "error: there is no command /hlep")
         terminal.say("", "")
         assert terminal.ask(" /hlep")[0] > 20
-
-
-def test_a_refused_question_is_forgotten(server: ServerProcess) -> None:
-    with Terminal("--url", server.url, "--max-tokens", "2") as terminal:
-        terminal.say("/system " + "fox " * 4200, "the system prompt is set")
-        terminal.say("Who?", "error: the prompt has")
-        terminal.say("/system", "there is no system prompt now")
-        assert terminal.ask("Who?")[0] == prompt_tokens("Who?")
 
 
 # ---------------------------------------------------------------------- a pipe
@@ -340,31 +314,6 @@ def test_any_server_with_openais_api(scripted: str) -> None:
     ended = piped("hi", "--url", scripted, "--system", "x")
     assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBjörn.\n")
     assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", ended.stderr)
-
-
-def test_a_terminal_that_is_not_utf8(scripted: str) -> None:
-    arguments = ("--url", scripted, "--api-key", "schlüssel", "--system", "größer")
-    ended = piped(
-        "Größe?", *arguments, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C", PYTHONIOENCODING="ascii"
-    )
-    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBj?rn.\n")
-    assert "Traceback" not in ended.stderr
-
-
-def test_a_reader_that_leaves_ends_the_chat_quietly(scripted: str) -> None:
-    line = f"echo at length | {shlex.join(command('--url', scripted))} | head -c 8; echo ${{PIPESTATUS[1]}}"
-    ended = subprocess.run(
-        ["bash", "-c", line],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        timeout=HANG_S,
-        check=True,
-    )
-    assert ended.stdout == "You sent141\n"
-    assert "Traceback" not in ended.stderr
-    assert "BrokenPipe" not in ended.stderr
 
 
 def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:

@@ -6,9 +6,6 @@ compared with plain attention over one sequence at a time.
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -27,7 +24,6 @@ import phase8_prefix
 from common.engine.reference import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
 from common.request import Request
-from common.startup.phases import find_phase, phase_names
 from phase4_static.cache import StaticKVCache
 from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
@@ -174,14 +170,6 @@ def test_a_sequence_grows_to_its_full_length(kind: Kind, pool: KVPool) -> None:
         assert table[: len(before)] == before, "what was written stays where it is"
 
 
-def test_slots_are_those_of_the_sequences_that_hold_memory(kind: Kind, pool: KVPool) -> None:
-    assert len(pool.slots) == 0
-    requests = seat(pool, *lengths(kind))
-    assert len(pool.slots) == len(requests)
-    pool.release(requests[0])
-    assert len(pool.slots) == len(requests) - 1
-
-
 def test_as_many_sequences_can_begin_as_there_are_free_slots(kind: Kind, pool: KVPool) -> None:
     if not kind.counts_slots:
         pytest.skip("rows, or a single sequence: nobody counts them")
@@ -236,16 +224,6 @@ def test_the_largest_request_fits_alone_and_one_more_token_does_not(kind: Kind, 
     assert not pool.reserve(too_large, limit + 1)
     assert (too_large.slot, pool.reserved_tokens) == (None, kind.idle_tokens)
     assert pool.reserve(too_large, limit)
-
-
-def test_free_and_reserved_columns_make_the_pool(kind: Kind, pool: KVPool) -> None:
-    free = pool.free_token_capacity()
-    seat(pool, *lengths(kind))
-    if free is None:
-        assert pool.free_token_capacity() is None
-    else:
-        assert pool.free_token_capacity() == free - pool.reserved_tokens
-        assert free == pool.k[0].shape[0] * pool.block_size
 
 
 @pytest.mark.parametrize("kept", [0, 10**6])
@@ -444,27 +422,3 @@ def test_attention_over_any_history_is_plain_attention(
 
 
 # ---------------------------------------------------------------------- users of pools
-
-
-def modules() -> set[str]:
-    """Return the modules of the engine, of the runner, and of each phase's runner and scheduler."""
-    own = {part.__module__ for name in phase_names() for part in parts(find_phase(name).build_engine)}
-    return {"common.engine.engine", "common.engine.runner", *own}
-
-
-def parts(builder: Any) -> tuple[Any, Any]:
-    return builder.runner, builder.scheduler
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_engine_runner_and_scheduler_do_not_ask_which_pool_it_is(name: str) -> None:
-    """Their source names no class of pool, and has no `isinstance`, `hasattr` or `type` call on a pool."""
-    nodes = list(ast.walk(ast.parse(inspect.getsource(importlib.import_module(name)))))
-    names = {str(getattr(node, field, "")) for node in nodes for field in ("id", "attr", "name", "value")}
-    assert names.isdisjoint({"kv_cache_backend", "paged", "contiguous", "BlockAllocator"})
-    assert names.isdisjoint({"StaticKVCache", "SlottedKVCache", "PagedKVCachePool", "PrefixCachingPool"})
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    asked = [
-        ast.unparse(call) for call in calls if ast.unparse(call.func) in ("isinstance", "hasattr", "type")
-    ]
-    assert not [call for call in asked if "pool" in call.lower() or "cache" in call.lower()]

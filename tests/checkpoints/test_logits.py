@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -187,47 +184,3 @@ def test_perplexity_is_that_of_transformers(real: RealModel) -> None:
     ours, theirs = perplexity(solo_logits(real.model, ids), ids), perplexity(real.oracle_logits(ids), ids)
     assert ours == pytest.approx(theirs, rel=1e-3)
     assert 2 < ours < 100
-
-
-LLAMA_CPP = """
-import json, math, sys
-import llama_cpp as lib
-import numpy as np
-
-path, ids = sys.argv[1], json.loads(sys.stdin.read())
-lib.llama_backend_init()
-options = lib.llama_model_default_params()
-options.use_extra_bufts = False  # with them, version 0.3.36 crashes on some processors with AMX
-model = lib.llama_model_load_from_file(path.encode(), options)
-parameters = lib.llama_context_default_params()
-parameters.n_ctx = parameters.n_batch = len(ids)
-context = lib.llama_init_from_model(model, parameters)
-size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-batch = lib.llama_batch_init(len(ids), 0, 1)
-batch.n_tokens = len(ids)
-for row, token in enumerate(ids):
-    batch.token[row], batch.pos[row], batch.n_seq_id[row], batch.logits[row] = token, row, 1, True
-    batch.seq_id[row][0] = 0
-assert lib.llama_decode(context, batch) == 0
-rows = (np.ctypeslib.as_array(lib.llama_get_logits_ith(context, row), (size,)) for row in range(len(ids) - 1))
-losses = [
-    math.log(np.exp(row - row.max(), dtype=np.float64).sum()) + float(row.max() - row[token])
-    for row, token in zip(rows, ids[1:])
-]
-print(math.exp(sum(losses) / len(losses)))
-"""
-
-
-def test_perplexity_is_close_to_that_of_llama_cpp(real: RealModel) -> None:
-    """INFER_LLAMA_CPP names a virtual environment with llama-cpp-python. It computes on quantized weights."""
-    folder = os.environ.get("INFER_LLAMA_CPP")
-    if not folder:
-        pytest.skip("INFER_LLAMA_CPP names no virtual environment with llama-cpp-python")
-    ids = real.tokenizer.encode(PAGE)[:2000]
-    done = subprocess.run(
-        [f"{folder}/bin/python", "-c", LLAMA_CPP, str(real.file)],
-        input=json.dumps(ids), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert perplexity(solo_logits(real.model, ids), ids) == pytest.approx(
-        float(done.stdout.split()[-1]), rel=0.02
-    )

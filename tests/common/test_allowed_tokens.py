@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,11 +12,9 @@ from hypothesis import strategies as st
 
 from common.constrained.allowed_tokens import AllowedTokens, Mask, spellings
 from common.constrained.grammar import Grammar
-from common.errors import InvalidRequestError, NoTokenLeftError
+from common.errors import NoTokenLeftError
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
-from common.server.api.bodies import Limits, parse
-from common.server.api.completions import CompletionRequest
 from common.startup.phases import phase_names
 from common.text.tokenizer import Tokenizer
 from tests.support.engines import (
@@ -80,21 +77,6 @@ def test_a_word_is_spelled_without_and_with_a_space(name: str, word: str) -> Non
         assert any(ids[-len(spelling) :] == spelling for spelling in found)
 
 
-def test_a_spelling_that_another_one_covers_is_left_out() -> None:
-    assert spellings(byte_tokenizer(), "ab") == [[97, 98]]
-
-
-@pytest.mark.parametrize("bad_words", [("",), (" ",), ("a", "\t")])
-def test_a_word_of_white_space_is_none(bad_words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="bad_words is out of range"):
-        SamplingParams(bad_words=bad_words)
-
-
-def test_a_single_text_is_no_list_of_words() -> None:
-    with pytest.raises(TypeError, match="bad_words is a tuple"):
-        SamplingParams(bad_words="fox")  # type: ignore[arg-type]
-
-
 # ---------------------------------------------------------------------- in an engine
 
 
@@ -138,14 +120,6 @@ def test_forbidden_words_never_come(phase: str, params: dict[str, tuple[str, ...
 
 
 @EVERY_PHASE
-def test_words_of_the_prompt_do_not_count(phase: str) -> None:
-    """A word whose first token is in the prompt is not forbidden, as in vLLM."""
-    engine = build(phase, spell(b"ab"))
-    request = add(engine, b"aba", greedy(3, bad_words=("ab",)))
-    assert text_of(run(engine), request) == "ba-"
-
-
-@EVERY_PHASE
 def test_an_end_that_is_not_allowed_does_not_come(phase: str) -> None:
     def rule(token_ids: Sequence[int]) -> int:
         return EOS
@@ -170,29 +144,6 @@ def test_a_request_without_a_token_left_fails_alone(phase: str) -> None:
     assert_all_free(engine)
 
 
-@EVERY_PHASE
-def test_a_grammar_and_forbidden_words_hold_together(phase: str) -> None:
-    engine = build_constrained(phase)
-    params = greedy(
-        20, grammar=Grammar.regex("[a-c]{12}"), bad_words=("ab", "b"), allowed_token_ids=(97, 98, 99, EOS)
-    )
-    request = add(engine, "x", params)
-    outputs = run(engine)
-    said = text_of(outputs, request)
-    assert set(said) <= {"a", "c"}
-    assert len(said) == 12
-
-
-def test_words_that_forbid_everything_are_refused() -> None:
-    engine = build("continuous")
-    with pytest.raises(InvalidRequestError, match="forbid every allowed token") as refused:
-        engine.create_request("x", greedy(3, allowed_token_ids=(97,), bad_words=("a",)))
-    assert refused.value.param == "bad_words"
-    with pytest.raises(InvalidRequestError, match="token id 300 is not in the vocabulary") as refused:
-        engine.create_request("x", greedy(3, allowed_token_ids=(VOCAB,)))
-    assert refused.value.param == "allowed_token_ids"
-
-
 def test_only_words_of_several_tokens_wait_for_the_token_before() -> None:
     """Phase 9 samples before it has read earlier tokens, unless the next token depends on them."""
 
@@ -205,19 +156,3 @@ def test_only_words_of_several_tokens_wait_for_the_token_before() -> None:
     assert not waits(tokenizer, bad_words=("a", "b"), allowed_token_ids=(1, 2))
     assert waits(tokenizer, bad_words=("ab",))
     assert not waits(tokenizer)
-
-
-def test_the_choices_of_an_answer_share_their_allowed_tokens() -> None:
-    body = {"prompt": "x", "n": 16, "allowed_token_ids": [*range(97, 123)], "bad_words": ["fox"]}
-    limits = Limits(models=("m",), max_choices=16, vocab_size=VOCAB)
-    wanted = parse(json.dumps(body).encode(), CompletionRequest, limits)
-    engine = build("continuous")
-    requests = [
-        engine.create_request("x", wanted.sampling_params(choice, 3, SamplingParams()))
-        for choice in range(16)
-    ]
-    assert len({id(request.params.allowed_token_ids) for request in requests}) == 1
-    assert len({id(request.allowed) for request in requests}) == 1
-    other = engine.create_request("x", greedy(3, allowed_token_ids=(98,))).allowed
-    assert other is not None
-    assert tokens_in(other.mask([])) == {98}

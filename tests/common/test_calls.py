@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from common.constrained import tool_calls as calls
 from common.constrained import trial as grammar_trial
-from common.constrained.grammar import MAX_GRAMMAR_CHARACTERS
 from common.constrained.tool_calls import (
     MAX_CALLS,
     Call,
@@ -29,7 +27,6 @@ from common.constrained.tool_calls import (
     told_in_messages,
     written,
 )
-from common.errors import InvalidGrammarError
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 from tests.support.tool_schemas import parameters
@@ -159,13 +156,6 @@ def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
     check_schemas(drawn)
 
 
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_required_calls_follow_many_random_schemas(drawn: st.DataObject) -> None:
-    check_schemas(drawn)
-
-
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 MORE = {"properties": {"y": {"type": "integer"}}, "required": ["y"]}
 #: Schemas, arguments that fit them, and arguments that fit only if unlisted properties may come.
@@ -289,17 +279,6 @@ def test_a_strict_call_is_free_to_come_and_not_free_in_its_arguments(
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("syntax", SYNTAXES)
-def test_at_most_one_call(syntax: CallSyntax, special: bool) -> None:
-    for required in (False, True):
-        use = ToolUse((WEATHER,), (WEATHER,), required=required, parallel=False)
-        grammar = use.grammar(dialect(syntax, special=special))
-        assert accepts(grammar, one_call(syntax, ROME), special=special)
-        assert not accepts(grammar, two_calls(syntax), special=special)
-        assert accepts(grammar, "Hello.", special=special) is not required
-
-
-@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_an_answer_of_a_form_or_a_call(syntax: CallSyntax, thinks: bool, special: bool) -> None:
@@ -313,10 +292,6 @@ def test_an_answer_of_a_form_or_a_call(syntax: CallSyntax, thinks: bool, special
         assert not accepts(grammar, text, special=special), text
 
 
-def test_an_answer_without_rules_has_no_grammar() -> None:
-    assert ToolUse((WEATHER,), (WEATHER,)).grammar(dialect("hermes")) is None
-
-
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_only_the_functions_that_may_be_called_are_called(syntax: CallSyntax) -> None:
     grammar = ToolUse((WEATHER, ADD), (ADD,), required=True).grammar(dialect(syntax))
@@ -325,96 +300,6 @@ def test_only_the_functions_that_may_be_called_are_called(syntax: CallSyntax) ->
 
 
 # ---------------------------------------------------------------------- schemas that are no plain list of names
-
-NUMBER = {"$ref": "#/$defs/number"}
-SCHEMAS: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
-    ({"properties": {"n": NUMBER}, "$defs": {"number": {"type": "integer"}}}, [{}, {"n": 1}], [{"n": "1"}]),
-    ({"$ref": "#/$defs/o", "$defs": {"o": {"required": ["a"], **CITY}}}, [{"city": "a"}], [{}]),
-    ({"anyOf": [CITY, {"required": ["n"], "properties": {"n": {"const": 1}}}]}, [{"n": 1}], [{"n": 2}]),
-    ({"properties": {"me": {"$ref": "#"}}, "additionalProperties": False}, [{"me": {"me": {}}}], [{"me": 1}]),
-    ({"type": ["object", "null"], **CITY}, [{"city": "a"}], []),
-]
-
-
-@pytest.mark.parametrize(("schema", "right", "wrong"), SCHEMAS, ids=str)
-@pytest.mark.parametrize("syntax", SYNTAXES)
-@pytest.mark.parametrize("otherwise", [None, {"type": "integer"}])
-def test_references_hold_within_a_call(
-    syntax: CallSyntax,
-    schema: dict[str, Any],
-    right: list[dict[str, Any]],
-    wrong: list[dict[str, Any]],
-    otherwise: dict[str, Any] | None,
-) -> None:
-    function = Function("weather", None, schema)
-    grammar = ToolUse((function,), (function,), required=True).grammar(dialect(syntax), otherwise=otherwise)
-    texts = {
-        json.dumps(each): (one_call(syntax, json.dumps(each)), ONE[syntax] % json.dumps(each))
-        for each in right + wrong
-    }
-    for each in right:
-        assert any(accepts(grammar, text) for text in texts[json.dumps(each)]), each
-    for each in wrong:
-        assert not any(accepts(grammar, text) for text in texts[json.dumps(each)]), each
-
-
-class ScannedList(list[str]):
-    """A list that counts how often it is scanned for a value."""
-
-    scans = 0
-
-    def __contains__(self, value: object) -> bool:
-        self.scans += 1
-        return super().__contains__(value)
-
-
-@pytest.mark.parametrize(("functions", "shared"), [(1, 30_000), (60, 1_000)])
-def test_no_more_is_written_than_the_longest_grammar(
-    functions: int, shared: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In Python's syntax, the schema of every argument repeats the shared schemas."""
-    written_schemas: list[str] = []
-
-    def write(schema: dict[str, Any]) -> str:
-        written_schemas.append(schema_text(schema))
-        return written_schemas[-1]
-
-    schema_text = calls._schema
-    monkeypatch.setattr(calls, "_schema", write)
-    schema = {"properties": {f"a{n}": {} for n in range(20)}, "$defs": {"x": {"description": "y" * shared}}}
-    tools = tuple(Function(f"f{number}", None, schema) for number in range(functions))
-    use = ToolUse(tools, tools, required=True)
-    with pytest.raises(InvalidGrammarError, match=str(MAX_GRAMMAR_CHARACTERS)):
-        use.grammar(dialect("pythonic"))
-    assert sum(map(len, written_schemas)) < MAX_GRAMMAR_CHARACTERS + 2 * shared
-
-
-def test_the_required_arguments_are_not_scanned_for_each_argument() -> None:
-    required = ScannedList(["a0"] * 100)
-    schema = {"properties": {f"a{n}": {"const": n} for n in range(100)}, "required": required}
-    function = Function("weather", None, schema)
-    grammar = ToolUse((function,), (function,), required=True).grammar(dialect("pythonic"))
-    assert required.scans == 0
-    assert accepts(grammar, "[weather(a0=0, a7=7)]")
-    assert not accepts(grammar, "[weather(a7=7)]")
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": [1]},
-        {"properties": 5},
-        {"properties": {"a": {}}, "required": 5},
-        {"properties": {"a": {}}, "required": [{}]},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("syntax", SYNTAXES)
-def test_a_malformed_schema_is_left_to_the_compiler(syntax: CallSyntax, schema: dict[str, Any]) -> None:
-    function = Function("weather", None, schema)
-    grammar = ToolUse((function,), (function,), required=True).grammar(dialect(syntax))
-    with pytest.raises(ValueError, match=r"propert|required"):
-        matcher_of(grammar)
 
 
 # ---------------------------------------------------------------------- what a model is told
@@ -434,26 +319,6 @@ def test_a_call_that_is_written_is_read_as_it_was(syntax: CallSyntax, arguments:
     call = Call.of("1", "weather", json.dumps(arguments))
     said, _, calls = read(dialect(syntax), written(syntax, [call, call]), ["weather"])
     assert (said, [(name, json.loads(text)) for name, text in calls]) == ("", [("weather", arguments)] * 2)
-
-
-def test_a_broken_call_is_told_as_it_was() -> None:
-    call = Call.of("1", "weather", '{"city": "Ro')
-    assert call.arguments == '{"city": "Ro'
-    assert Call.of("1", "weather", "").arguments == {}
-    assert '"arguments": "{\\"city\\": \\"Ro"' in written("hermes", [call])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ['{"city": "\\ud83d"}', '{"\\ude00": 1}', "[" * 5000, '{"city":' * 5000 + "1" + "}" * 5000],
-    ids=lambda value: value[:16],
-)
-@pytest.mark.parametrize("syntax", SYNTAXES)
-def test_arguments_that_no_prompt_can_show_are_told_as_text(syntax: CallSyntax, arguments: str) -> None:
-    call = Call.of("1", "weather", arguments)
-    assert call.arguments == arguments
-    assert written(syntax, [call]).encode()
-    assert Call.of("1", "weather", '{"city": "\\ud83d\\ude00"}').arguments == {"city": "😀"}
 
 
 def test_tools_are_told_in_plain_messages() -> None:

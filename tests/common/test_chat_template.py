@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 from common.errors import InvalidRequestError, StartupError
 from common.models.registry import ZOO
 from common.text.chat_template import ChatTemplate
-from tests.support.models import ZOO_NAMES
 
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").iterdir()}
 QUESTION = {"role": "user", "content": " What <b>is</b> “this”, & why?\n"}
@@ -96,34 +95,6 @@ def test_texts_are_those_of_transformers(name: str, conversation: str, end: str)
         with contextlib.suppress(InvalidRequestError):
             text = ChatTemplate(source, SPECIAL).render(messages, variables=variables, **ends)
         assert text == expected
-
-
-def test_the_list_tries_what_it_should() -> None:
-    """The cases above include a refusal by a template, and texts that differ by a variable or at the end."""
-    template = ChatTemplate(TEMPLATES["turns"], SPECIAL)
-    with pytest.raises(InvalidRequestError, match="says: roles must take turns, not user at 2"):
-        template.render(CONVERSATIONS["out of turn"])
-    thinking = ChatTemplate(TEMPLATES["thinking"], SPECIAL)
-    texts = {
-        thinking.render(CONVERSATIONS["turns"]),
-        thinking.render(CONVERSATIONS["turns"], variables={"enable_thinking": False}),
-        thinking.render(CONVERSATIONS["turns"], add_generation_prompt=False),
-    }
-    assert len(texts) == 3
-    continued = ChatTemplate(TEMPLATES["chatml"], SPECIAL).render(
-        CONVERSATIONS["continued"], add_generation_prompt=False, continue_final_message=True
-    )
-    assert continued.endswith("A fox 🦊.  ")
-
-
-@pytest.mark.parametrize("name", ZOO_NAMES)
-def test_the_zoos_own(name: str) -> None:
-    template = ChatTemplate.from_folder(ZOO / name)
-    assert template is not None
-    reference = PreTrainedTokenizerFast.from_pretrained(ZOO / name)
-    for messages in (CONVERSATIONS["system"], CONVERSATIONS["turns"]):
-        expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert template.render(messages) == expected
 
 
 # ---------------------------------------------------------------------- what a template accepts
@@ -248,12 +219,6 @@ def test_a_template_that_takes_too_long_is_ended() -> None:
 
 
 # ---------------------------------------------------------------------- refusals
-
-
-def test_a_template_that_does_not_show_the_message_to_continue() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    with pytest.raises(InvalidRequestError, match="does not show the last message"):
-        template.render([QUESTION, ANSWER], add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import common.engine.runner
 from common.constrained.grammar import Grammar, Matcher
 from common.engine.engine import Engine
 from common.errors import GrammarFailedError, InvalidGrammarError
-from common.llm import LLM
-from common.request import Request, StepOutput
-from common.sampling.draw import sample
-from common.sampling.inputs import TokenMasks
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import (
     EOS,
@@ -103,38 +97,7 @@ def test_min_tokens_hold_eos_and_stop_tokens_back(phase: str) -> None:
     assert answer(engine, Grammar.regex("b+"), **ended_by_b) == ("", "stop", 1), "nothing else may come"
 
 
-def test_stop_strings_cut_what_a_grammar_made(phase: str) -> None:
-    engine = build_constrained(phase, RememberingModel(rule=likes(X, A, B)))
-    assert answer(engine, Grammar.regex("aab(aab)+"), stop=("ba",)) == ("aa", "stop", 4)
-    assert answer(engine, Grammar.choice(["aaxb"]), stop=("xby",)) == ("aaxb", "stop", 4), "held, then let go"
-
-
-def test_a_character_of_several_tokens(phase: str) -> None:
-    engine = build_constrained(phase, RememberingModel(rule=likes(X)))
-    assert answer(engine, Grammar.choice(["né🦊"])) == ("né🦊", "stop", 7)
-
-
 # ---------------------------------------------------------------------- beside others
-
-
-def test_choices_of_one_request_and_others_have_their_own_places(phase: str) -> None:
-    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)), max_batch_size=3)
-    grammar = Grammar.regex("(ab){2,9}b")
-    requests = [add(engine, "ask" * (i + 1), greedy(4 + i, grammar=grammar)) for i in range(3)]
-    plain = [add(engine, "plain", greedy(6)), add(engine, "last", greedy(8, grammar=Grammar.regex("b+")))]
-    outputs = run(engine)
-    assert [text_of(outputs, request) for request in requests] == ["abab", "ababa", "ababab"]
-    assert [text_of(outputs, request) for request in plain] == ["a" * 6, "b" * 8]
-
-
-def test_nobody_asks_a_request_that_has_ended_for_a_mask() -> None:
-    """A static batch computes the row of an ended request until the longest request ends."""
-    engine = build_constrained("static", RememberingModel(rule=likes(A)))
-    short = add(engine, "ask", greedy(9, grammar=Grammar.regex("ab")))
-    long = add(engine, "ask", greedy(9))
-    outputs = run(engine)
-    assert text_of(outputs, short) == "ab"
-    assert text_of(outputs, long) == "a" * 9
 
 
 def test_preempted_requests_go_on_where_they_were() -> None:
@@ -222,30 +185,6 @@ def test_slow_masks_fail_their_request_alone(phase: str) -> None:
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("phase", phase_names()[1:])
-def test_slow_masks_of_several_requests_take_turns(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four answers whose masks stay within the budget cost the others about as much as one. (Phase 4 computes all
-    sequences of its batch in every step.)"""
-    monkeypatch.setattr("common.constrained.mask_share.LONGEST_PASS_S", 0.0)
-    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)), max_batch_size=8)
-    slow = [add(engine, "ask", greedy(40, grammar=Grammar.regex("(ab)+"))) for _ in range(4)]
-    for request in slow:
-        assert request.matcher is not None
-        slowed(request.matcher, 0.0018)
-    quick = add(engine, "ask", greedy(50, grammar=Grammar.regex("(ba)+")))
-    plain = add(engine, "plain", greedy(50))
-    outputs: list[StepOutput] = []
-    while not plain.is_terminal:
-        outputs += engine.step()
-    assert quick.num_generated_tokens > 40, "it goes on in every step, or nearly"
-    assert sum(request.num_generated_tokens for request in slow) < 100, "of 160"
-    outputs += run(engine)
-    assert [text_of(outputs, request) for request in slow] == ["ab" * 20] * 4
-    assert text_of(outputs, quick) == "ba" * 25
-    assert text_of(outputs, plain) == "a" * 50
-    assert_all_free(engine)
-
-
 @pytest.mark.parametrize(
     "phase", [name for name in phase_names() if "pipeline_depth" not in find_phase(name).Config.model_fields]
 )
@@ -266,53 +205,4 @@ def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
     assert begun == list(range(1, 8))
 
 
-def test_sampling_tried_again_asks_for_the_same_masks(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If sampling all rows at once raises, rows are sampled one by one."""
-    engine = build_constrained(phase, RememberingModel(rule=likes(A, B)))
-    grammars = [Grammar.regex("(ab)+"), Grammar.regex("(ba)+")]
-    requests = [add(engine, "ask", greedy(6, grammar=grammar)) for grammar in grammars]
-
-    def only_alone(logits: Tensor, rows: tuple[Request, ...], masks: TokenMasks | None) -> Any:
-        if len(rows) > 1:
-            raise RuntimeError("too many")
-        return sample(logits, rows, masks)
-
-    monkeypatch.setattr(common.engine.runner, "sample", only_alone)
-    outputs = run(engine)
-    assert [text_of(outputs, request) for request in requests] == ["ababab", "bababa"]
-
-
-def test_masks_are_of_the_rows_that_have_a_grammar() -> None:
-    engine = build_constrained("continuous")
-    requests = [engine.create_request("a", greedy(4)) for _ in range(4)]
-    assert TokenMasks.of(requests) is None
-    for row, letter in ((1, A), (3, B)):
-        params = greedy(4, grammar=Grammar.regex(chr(letter)))
-        requests[row] = engine.create_request("a", params)
-    masks = TokenMasks.of(requests)
-    assert masks is not None
-    assert masks.rows == (1, 3)
-    assert masks.words.dtype == torch.int32
-    bits = np.unpackbits(masks.words.numpy().view(np.uint8), axis=1, bitorder="little")
-    assert [np.flatnonzero(row).tolist() for row in bits] == [[A], [B]]
-    requests[3].cancel()
-    again = TokenMasks.of(requests)
-    assert again is not None
-    assert again.rows == (1,)
-
-
 # ---------------------------------------------------------------------- offline
-
-
-def test_offline() -> None:
-    llm = LLM("zoo:llama-tiny", phase="continuous", dtype="float32", max_batch_size=4)
-    params = [
-        greedy(24, grammar=Grammar.choice(["yes", "no"])),
-        greedy(24, grammar=Grammar.regex("[0-9]{4}")),
-    ]
-    choice, number = llm.generate(["Is it?", "How many?"], params, progress=False)
-    assert choice.text in ("yes", "no")
-    assert (len(number.text), number.text.isdigit(), number.finish_reason) == (4, True, "stop")
-    with pytest.raises(InvalidGrammarError):
-        llm.generate("Is it?", greedy(4, grammar=Grammar.json_schema({"type": "text"})))
-    assert llm.generate("Is it?", params[0], progress=False)[0].text == choice.text

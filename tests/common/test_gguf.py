@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import re
 import struct
-import subprocess
-import sys
 import tracemalloc
 import unicodedata
 from collections.abc import Callable
@@ -19,7 +17,6 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -33,7 +30,6 @@ from common.models.layers import CausalLM, rope_frequencies
 from common.models.registry import open_checkpoint
 from common.request import SamplingParams
 from common.text.tokenizer import Tokenizer
-from tests.common.test_loader import MEASURE
 from tests.support.gguf_files import (
     ARCHITECTURES,
     add_sentencepiece,
@@ -90,19 +86,6 @@ def test_a_file_computes_what_its_source_computes(
         assert torch.allclose(a, b, rtol=0, atol=2e-7 if "norm" in name else 0), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "quantization"),
-    [("F16", torch.float16, None), ("BF16", torch.bfloat16, None), ("Q8_0", torch.bfloat16, "Q8_0")],
-)
-def test_a_file_is_served_in_its_own_type(
-    kind: str, dtype: torch.dtype, quantization: str | None, tmp_path: Path
-) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    source = save_tiny(tmp_path / "source", "llama", **shape)
-    checkpoint = open_checkpoint(str(save_gguf(source, tmp_path / "model.gguf", kind)))
-    assert (checkpoint.config.dtype, checkpoint.quantization) == (dtype, quantization)
-
-
 @pytest.mark.parametrize("heads", [0, 3])
 @pytest.mark.parametrize("kind", READABLE)
 def test_every_type_is_dequantized_some_rows_at_a_time(
@@ -155,69 +138,6 @@ def test_scaled_frequencies(tmp_path: Path) -> None:
     assert "rope.scaling.type = 'yarn' is not implemented" in refusal(yarn)
 
 
-def test_gemmas_windows_are_every_sixth_layers_if_the_file_does_not_say(tmp_path: Path) -> None:
-    source = save_tiny(
-        tmp_path / "source",
-        "gemma3_text",
-        num_hidden_layers=7,
-        layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
-    )
-    absent = ("attention__sliding_window_pattern", "attention__scale", "rope__freq_base_swa")
-    file = save_gguf(source, tmp_path / "model.gguf", **dict.fromkeys(absent))
-    config = open_checkpoint(str(file)).config
-    assert [layer.window for layer in config.layers] == [8] * 5 + [None, 8]
-    assert [layer.rope.theta for layer in config.layers] == [10_000.0] * 5 + [40_000.0, 10_000.0]
-    assert config.attention_scale == config.head_dim**-0.5
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"expert_count": 8},
-        {"rope__dimension_count": 8},
-        {"attention__value_length": 8},
-        {"attention__scale": 0.5},
-        {"final_logit_softcapping": 30.0},
-    ],
-    ids=str,
-)
-def test_what_would_change_the_numbers_is_refused(entries: dict[str, Any], tmp_path: Path) -> None:
-    (key,) = entries
-    assert f"llama.{key.replace('__', '.')} = " in refusal(save(tmp_path, **entries))
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_loading_needs_the_models_memory_and_little_more(dtype: str, tmp_path: Path) -> None:
-    """The embedding is most of this model: its float32 copy would take twice the memory of the bfloat16 model."""
-    file = save_large(tmp_path / "large.gguf")
-    program = [sys.executable, "-c", MEASURE, str(file), dtype]
-    done = subprocess.run(program, check=True, capture_output=True, text=True, timeout=240)
-    size, risen = map(float, done.stdout.split())
-    assert size > (240 if dtype == "bfloat16" else 480)
-    assert 0.9 * size <= risen <= 1.3 * size, f"{risen:.0f} MB for a model of {size:.0f} MB"
-
-
-def save_large(path: Path) -> Path:
-    """Write a Llama of one layer with a large vocabulary, in Q8_0."""
-    shape = {"block_count": 1, "context_length": 64, "embedding_length": 512, "feed_forward_length": 512}
-    shape |= {"attention.head_count": 4, "vocab_size": 250_000}
-    rows = {"token_embd": 250_000}
-    rows |= {f"blk.0.{name}": 512 for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-    rows |= {f"blk.0.{name}": 512 for name in ("ffn_gate", "ffn_up", "ffn_down")}
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in shape.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for name, count in rows.items():
-        blocks = random_blocks("Q8_0", count, 512)
-        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", random_blocks("F32", 1, 512)[0])
-    finish(writer)
-    return path
-
-
 def add_bos_and_scaling(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
     tensors["rope_freqs.weight"] = divisors(zoo("llama-tiny"))
     writer.add_bos_token_id(1019)
@@ -263,14 +183,6 @@ def test_a_model_in_parts_is_found_by_its_folder_and_by_each_part(tmp_path: Path
     assert "its name does not tell the others'" in refusal_of(load, folder / "renamed.gguf")
 
 
-def test_a_file_is_known_by_its_first_bytes(whole: Path) -> None:
-    """Ollama names its files by their SHA-256."""
-    blob = whole.rename(whole.with_name("sha256-0a1b"))
-    load(blob)
-    (other := whole.with_name("sha256-2c3d")).write_bytes(b"not GGUF")
-    assert "is a file: name the checkpoint's folder" in refusal_of(load, other)
-
-
 # ---------------------------------------------------------------------- tokenizers
 
 
@@ -299,25 +211,6 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: Path) -
         assert ours.encode(text).ids == oracle.encode(text, add_special_tokens=False), text
         ids = ours.encode(text).ids
         assert ours.decode(ids, skip_special_tokens=False) == text
-
-
-def test_smollm_splits_digits(tmp_path: Path) -> None:
-    """transformers does not know the pre-tokenizer `smollm`. The expected one is that of the model's own file."""
-    ours = backend_of(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", pre="smollm"))
-    own = tokenizers.Tokenizer.from_file(str(zoo("llama-tiny") / "tokenizer.json"))
-    own.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    for text in strings(300):
-        assert ours.encode(text).ids == own.encode(text, add_special_tokens=False).ids, text
-
-
-def test_sentencepiece_tokens_are_those_of_the_source(tmp_path: Path) -> None:
-    """The file has no merges. They are derived from the order of the tokens."""
-    entries = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
-    ours = backend_of(save_vocabulary(tmp_path / "v.gguf", "gemma3-tiny", "gemma3", **entries))
-    own = tokenizers.Tokenizer.from_file(str(zoo("gemma3-tiny") / "tokenizer.json"))
-    for text in strings(300):
-        assert ours.encode(text).ids == own.encode(text).ids, text
-        assert ours.decode(ours.encode(text).ids) == own.decode(own.encode(text).ids)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -366,76 +259,6 @@ def test_first_and_last_tokens(
     assert tokenizer.encode("a fox").ids == [*bos, *text]
 
 
-def test_the_token_after_a_templates_answer_ends_answers(tmp_path: Path) -> None:
-    template = (zoo("llama-tiny") / "chat_template.jinja").read_text()
-
-    def add(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
-        writer.add_bos_token_id(1019)
-        writer.add_eos_token_id(1020)
-        writer.add_chat_template(
-            [{"name": "default", "template": template}, {"name": "tool_use", "template": "with tools"}]
-        )
-
-    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf", change=add)
-    checkpoint = open_checkpoint(str(file))
-    assert (
-        checkpoint.config.eos_token_ids
-        == open_checkpoint("zoo:llama-tiny").config.eos_token_ids
-        == {1020, 1023}
-    )
-    messages = [{"role": "user", "content": "Hello"}]
-    ours, theirs = checkpoint.tokenizer(), open_checkpoint("zoo:llama-tiny").tokenizer()
-    assert ours.chat_template is not None
-    assert theirs.chat_template is not None
-    assert ours.chat_template.render(messages) == theirs.chat_template.render(messages)
-    assert ours.chat_template.for_tools.render(messages) == "with tools"
-    other = tmp_path / "other.jinja"
-    other.write_text("{{ bos_token }}!")
-    replaced = checkpoint.tokenizer(other).chat_template
-    assert replaced is not None
-    assert replaced.render(messages) == "<|begin_of_text|>!"
-
-
-def test_ids_of_no_token_are_ignored_and_named(tmp_path: Path) -> None:
-    """BOS and EOS are an exception: without them, the model would answer otherwise (see the next test)."""
-    replaced = {"padding_token_id": 2**32 - 1, "unknown_token_id": 10**6, "eot_token_id": 1023}
-    path = save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)
-    vocabulary = GGUFVocabulary(GGUFFile.open(path))
-    assert [said.split(" is none of its")[0] for said in vocabulary.unused()] == [
-        "unknown_token_id = 1000000",
-        "padding_token_id = 4294967295",
-    ]
-    assert vocabulary.end_token_ids() == [1023]
-    assert vocabulary.backend().encode("a fox").ids
-
-
-@pytest.mark.parametrize(
-    ("replaced", "words"),
-    [
-        ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not implemented"),
-        ({"pre": "tekken"}, "the pre-tokenizer 'tekken' is not implemented"),
-        ({"pre": None}, "the pre-tokenizer None is not implemented"),
-        ({"token_type": [1, 1]}, "do not fit their types"),
-        ({"merges": ["one", "t h e"]}, "its merges do not fit its tokens"),
-        ({"merges": [1, 2]}, "its merges do not fit its tokens"),
-        ({"tokens": 5}, "its tokens are not a list of texts"),
-        ({"token_type": 5}, "do not fit their types"),
-        ({"model": "llama", "scores": [1.0]}, "its scores are not one number for each of its tokens"),
-        ({"model": "llama", "scores": "high"}, "its scores are not one number for each of its tokens"),
-        ({"merges": ["no tokens"]}, "its merges do not fit its tokens"),
-        ({"bos_token_id": 999_999, "add_bos_token": True}, "bos_token_id = 999999 is none of its"),
-    ],
-    ids=str,
-)
-def test_a_tokenizer_that_is_not_implemented_is_refused(
-    replaced: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    path = save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)
-    with pytest.raises(StartupError, match=words) as caught:
-        backend_of(path)
-    assert str(tmp_path / "v.gguf") in str(caught.value)
-
-
 # ---------------------------------------------------------------------- broken files
 
 
@@ -457,15 +280,6 @@ def test_a_truncated_file(whole: Path) -> None:
         assert ("no GGUF file" if size < 4 else "is damaged or cut off") in refusal(whole)
     whole.write_bytes(content)
     load(whole)
-
-
-def test_a_file_that_is_no_gguf(whole: Path, tmp_path: Path) -> None:
-    content = whole.read_bytes()
-    whole.write_bytes(b"PK\x03\x04" + content[4:])
-    assert "is no GGUF file: it begins with b'PK" in refusal(whole)
-    whole.write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
-    assert "is GGUF of version 1" in refusal(whole)
-    assert "there is no GGUF file" in refusal(tmp_path / "nothing.gguf")
 
 
 @pytest.mark.parametrize(
@@ -502,20 +316,6 @@ def test_a_file_that_contradicts_itself(
     assert words in refusal(path)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(16, "is stored as IQ2_XXS"), (4_000_000, "is stored as the unknown type 4000000")]
-)
-def test_a_type_that_is_not_read(number: int, words: str, whole: Path) -> None:
-    name = b"blk.0.attn_q.weight"
-    content = bytearray(whole.read_bytes())
-    at = content.index(name) + len(name) + 4 + 2 * 8
-    content[at : at + 4] = struct.pack("<I", number)
-    whole.write_bytes(content)
-    message = refusal(whole)
-    assert words in message
-    assert name.decode() in message
-
-
 def test_absurd_counts_take_no_memory(whole: Path) -> None:
     """Files claim more tensors, entries, tokens or bytes than they can have."""
     content = whole.read_bytes()
@@ -538,10 +338,3 @@ def test_absurd_counts_take_no_memory(whole: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20e6
-
-
-def test_an_architecture_that_is_not_implemented(tmp_path: Path) -> None:
-    path = save_vocabulary(tmp_path / "model.gguf", "llama-tiny", "mamba")
-    assert "the architecture 'mamba' is not implemented; llama, qwen2, qwen3, gemma3 are read" in refusal(
-        path
-    )

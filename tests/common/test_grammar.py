@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import gc
-import json
-import re
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import MagicMock
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import common.constrained.trial
 from common.constrained.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher, without
 from common.constrained.mask_threads import MASK_THREADS
 from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
-from common.models.registry import open_checkpoint
-from common.text.tokenizer import Tokenizer
 from tests.support.engines import EOS, byte_tokenizer
 from tests.support.grammars import AMBIGUOUS, slowed
-from tests.support.models import ZOO_NAMES
 
 PIECES = [b"ab", b"abc", b"bc", "é".encode(), "é".encode()[1:] + b"a", b"\n\n"]
 COMPILER = GrammarCompiler(byte_tokenizer(PIECES), [EOS])
@@ -101,34 +93,6 @@ def test_guesses_are_those_that_may_come_unless_other_tokens_must() -> None:
     assert forcing.revise([q, w], 9) == forcing.revise([], 9) == (forced, True)
     assert forcing.revise([], 1) == ([q], True)
     assert forcing.forced() == forced, "nothing has changed"
-
-
-def test_forced_tokens_are_computed_once_for_a_long_text() -> None:
-    matcher = COMPILER.new_matcher(Grammar.regex("q" * 300 + "[ab]"))
-    compute = MagicMock(wraps=matcher._backend.compute_ff_tokens)
-    matcher._backend = MagicMock(wraps=matcher._backend, compute_ff_tokens=compute)
-    for left in range(300, 200, -1):
-        assert matcher.revise([], 400)[0] == [ord("q")] * left
-        matcher.advance(ord("q"))
-    assert compute.call_count == 1
-    matcher._forced.clear()
-    matcher._budget.mean_s = 0.0
-    assert len(matcher.forced()) == 200, "and not again, since this took too long"
-    matcher._forced.clear()
-    assert matcher.forced() == []
-
-
-def test_there_are_no_more_guesses_than_masks_that_a_token_may_take() -> None:
-    a = ord("a")
-    matcher = COMPILER.new_matcher(Grammar.regex("a[ab]{9}"))
-    matcher.mask()
-    matcher.advance(a)
-    matcher._budget.mean_s = 2.5 * matcher._mask_s
-    assert matcher.revise([a] * 5, 5) == ([a, a], False)
-    assert len(matcher.guessed_masks([a, a])) == 2
-    matcher._budget.mean_s = 0.5 * matcher._mask_s
-    assert matcher.revise([a], 5) == ([], False)
-    assert a in allowed(matcher)
 
 
 def test_a_token_that_may_not_come_fails_and_stays_failed() -> None:
@@ -213,74 +177,12 @@ def test_a_mask_is_computed_once_a_token_and_beside_its_owner() -> None:
     assert ord("b") in allowed(matcher)
 
 
-class Ticking:
-    """A matcher with its own clock, on which each mask takes 20 ms."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.masks = 0
-
-    def compute_bitmask(self) -> bytes:
-        self.now_s += 0.02
-        self.masks += 1
-        return b"\x02" + bytes(3)
-
-    def is_error(self) -> bool:
-        return False
-
-    def consume_token(self, _: int) -> bool:
-        return True
-
-
-def test_a_trial_ends_when_its_budget_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    matcher = Ticking()
-    monkeypatch.setattr(common.constrained.trial, "thread_time", lambda: matcher.now_s)
-    budget = MaskBudget(1000)
-    with pytest.raises(ValueError, match="fails after 6 tokens: its masks took 20 ms"):
-        common.constrained.trial.walk(matcher, COMPILER._backend, 0, budget)  # type: ignore[arg-type]
-    assert matcher.masks == 6
-
-
 # ---------------------------------------------------------------------- tokenizers
-
-
-@pytest.mark.parametrize("name", ZOO_NAMES)
-def test_the_zoos_tokenizers(name: str) -> None:
-    checkpoint = open_checkpoint(f"zoo:{name}")
-    tokenizer = checkpoint.tokenizer()
-    compiler = GrammarCompiler(tokenizer, checkpoint.config.eos_token_ids)
-    text = "A naïve 🦊\n said: no!"
-    matcher = compiler.new_matcher(Grammar.choice([text, "A naïve 🐻"]))
-    for token_id in tokenizer.encode(text, add_special_tokens=False):
-        assert token_id in allowed(matcher)
-        assert not allowed(matcher) & tokenizer.special_ids
-        matcher.advance(token_id)
-    assert matcher.complete
-    assert allowed(matcher) == checkpoint.config.eos_token_ids
-
-
-@pytest.mark.parametrize("vocab_size", [EOS + 1, EOS + 1 + len(PIECES), 1000])
-def test_models_of_fewer_and_of_more_tokens(vocab_size: int) -> None:
-    tokenizer = byte_tokenizer(PIECES, vocab_size=vocab_size)
-    matcher = GrammarCompiler(tokenizer, [EOS]).new_matcher(Grammar.regex("[ab]"))
-    assert allowed(matcher) == {ord("a"), ord("b")}
 
 
 def test_a_model_without_an_eos_token_is_a_refusal() -> None:
     with pytest.raises(InvalidGrammarError, match="EOS"):
         GrammarCompiler(byte_tokenizer(), []).new_matcher(Grammar.regex("a?b"))
-
-
-def test_a_tokenizer_that_cannot_be_read_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    monkeypatch.setattr(Tokenizer, "backend", property(lambda _: Broken()), raising=False)
-    with pytest.raises(InvalidGrammarError):
-        compiler.new_matcher(Grammar.regex("a"))
-
-
-class Broken:
-    def to_str(self) -> str:
-        return "{}"
 
 
 # ---------------------------------------------------------------------- refusals
@@ -365,47 +267,6 @@ def test_integers_that_are_too_long_are_refused_before_they_are_written(
 # ---------------------------------------------------------------------- what schemas and patterns mean
 
 
-def takes(grammar: Grammar, text: str) -> bool:
-    """Return whether a text is complete in a grammar."""
-    matcher = COMPILER.new_matcher(grammar)
-    for byte in text.encode():
-        if byte not in allowed(matcher):
-            return False
-        matcher.advance(byte)
-    return EOS in allowed(matcher)
-
-
-def test_unknown_formats_and_false_ask_for_nothing() -> None:
-    schema: dict[str, Any] = {
-        "type": "array",
-        "uniqueItems": False,
-        "items": {
-            "type": "object",
-            "properties": {"uniqueItems": {"format": "path"}},
-            "required": ["uniqueItems"],
-        },
-    }
-    constant = {"const": {"uniqueItems": False}}
-    for each, text in (
-        (schema, '[{"uniqueItems": "a"}, {"uniqueItems": "a"}]'),
-        (constant, '{"uniqueItems": false}'),
-    ):
-        jsonschema.validate(json.loads(text), each)
-        assert takes(Grammar.json_schema(each), text)
-        assert takes(Grammar.json_schema(json.dumps(each)), text)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[\d.]", r"[^\w]", r"[^\Dx]", r"[\s\W]", r"\\d", r"(?i)\w"],
-)
-def test_classes_of_characters_are_ascii(pattern: str) -> None:
-    texts = ["0", "a", "_", "Z", "x", " ", "\t", "\x0b", "-", "é", "٣", "\u00a0", "\u3000", "\\d", "."]
-    for grammar in (Grammar.regex(pattern), Grammar.context_free(f"start: /{pattern}/")):
-        for text in texts:
-            assert takes(grammar, text) is bool(re.fullmatch(pattern, text, re.ASCII)), (grammar, text)
-
-
 # ---------------------------------------------------------------------- the trial
 
 
@@ -451,22 +312,6 @@ def test_a_grammar_is_tried_once_and_by_one_process(monkeypatch: pytest.MonkeyPa
     assert len(started) == 2
 
 
-@pytest.mark.parametrize(
-    "grammar", [Grammar.regex("[a"), Grammar.json_schema({"type": "integer", "multipleOf": 999_999})], ids=str
-)
-def test_a_refusal_is_remembered(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    says = []
-    for _ in range(2):
-        with pytest.raises(InvalidGrammarError) as refused:
-            compiler.new_matcher(grammar)
-        says.append(str(refused.value))
-        monkeypatch.setattr(type(compiler._trial), "run", Broken.to_str)
-    assert says[0] == says[1]
-    monkeypatch.undo()
-    assert allowed(compiler.new_matcher(Grammar.regex("b"))) == {ord("b")}
-
-
 def test_a_trial_that_was_killed_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = compiler_with(monkeypatch, kill)
     with pytest.raises(InvalidGrammarError, match="again"):
@@ -502,20 +347,3 @@ def test_the_trial_ends_with_its_compiler() -> None:
     del compiler
     gc.collect()
     assert process.wait(10) is not None
-
-
-def test_threads_ask_at_once() -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), [EOS])
-    letters = "abcde" * 3
-    with ThreadPoolExecutor(len(letters)) as threads:
-        for letter, matcher in zip(
-            letters, threads.map(compiler.new_matcher, map(Grammar.regex, letters)), strict=True
-        ):
-            assert allowed(matcher) == {ord(letter)}
-
-
-def test_grammars_are_values() -> None:
-    schema = {"type": "object", "properties": {"é": {}, "a": {}}}
-    assert Grammar.json_schema(schema) == Grammar.json_schema(json.dumps(schema, ensure_ascii=False))
-    assert hash(Grammar.choice(["a"])) == hash(Grammar.choice(("a",)))
-    assert Grammar.regex("a") != Grammar.context_free("a")

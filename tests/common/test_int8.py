@@ -16,11 +16,10 @@ import common.startup.build
 import common.startup.memory
 from common.errors import StartupError
 from common.models.layers import CausalLM
-from common.models.registry import load_model, open_checkpoint, weight_bytes
-from common.request import SamplingParams
-from common.startup.phases import find_phase, phase_names
+from common.models.registry import open_checkpoint
+from common.startup.phases import find_phase
 from kernels.int8 import quantize
-from tests.support.models import CPU, draw_ids, largest_difference, load, save_tiny, solo_logits, zoo
+from tests.support.models import draw_ids, largest_difference, load, save_tiny, solo_logits
 
 IDS = draw_ids(40)
 WEIGHTS = "model.safetensors"
@@ -55,62 +54,7 @@ def test_a_quantized_model_computes_what_its_rounded_weights_do(
     assert largest_difference(solo_logits(model, IDS), expected) < 1e-4 * expected.abs().max().item()
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-tiny", "gemma3-tiny"])
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_quantized_model_takes_the_bytes_it_was_estimated_to(name: str, packed: bool) -> None:
-    model = load(zoo(name), dtype=torch.bfloat16)
-    model.quantize()
-    if packed:
-        model.pack()
-    held = sum(weight.nbytes for weight in model.parameters())
-    if packed and not model.is_packed:
-        pytest.skip("no native kernels here")
-    if packed:
-        held += sum(
-            module.packed.nbytes
-            for module in model.modules()
-            if isinstance(module, common.models.layers.Linear) and module.packed is not None
-        )
-    estimated = weight_bytes(model.config, torch.bfloat16, packed=packed, int8="all")
-    # Panels have 64 outputs, so the number of outputs is rounded up.
-    assert estimated <= held <= 1.25 * estimated
-
-
-@pytest.mark.parametrize("preset", ["dummy:llama-135m", "dummy:llama-3.2-1b"])
-def test_weights_of_real_shapes_take_half_the_bytes(preset: str) -> None:
-    config = open_checkpoint(preset).config
-    whole, half = (weight_bytes(config, torch.bfloat16, packed=True, int8=kind) for kind in ("none", "all"))
-    assert half <= 0.55 * whole
-
-
 # ---------------------------------------------------------------------- a server's engine
-
-
-@pytest.mark.parametrize("phase", phase_names())
-def test_every_phase_serves_it_and_says_so(phase: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "common.startup.build")
-    package = find_phase(phase)
-    config = package.Config(model="zoo:llama-tiny", device="cpu", max_seq_len=64, quantize="int8")
-    engine = package.build_engine(config)
-    assert "int8 weights" in caplog.messages[-1]
-    model = engine.runner.model
-    assert model.is_quantized
-    engine.add_request(engine.create_request([1, 2, 3], SamplingParams(temperature=0.0, max_new_tokens=4)))
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    assert [output.error for output in outputs] == [None] * len(outputs)
-    assert sum(output.token_id is not None for output in outputs) == 4
-
-
-@pytest.mark.usefixtures("torch_kernels")
-def test_without_native_kernels_it_is_served_as_well() -> None:
-    package = find_phase("paged")
-    config = package.Config(
-        model="zoo:llama-tiny", device="cpu", max_seq_len=64, quantize="int8", native_kernels=False
-    )
-    model = package.build_engine(config).runner.model
-    assert (model.is_quantized, model.is_packed) == (True, False)
 
 
 def test_it_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +63,6 @@ def test_it_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match="int8 weights are for a CPU") as refused:
         package.build_engine(package.Config(model="zoo:llama-tiny", quantize="int8"))
     assert "\n" not in str(refused.value)
-
-
-def test_memory_must_hold_the_weights_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = open_checkpoint("zoo:llama-tiny").config
-    read = weight_bytes(config, torch.float32)
-    monkeypatch.setattr(common.startup.memory, "free_memory", lambda _: read - 1)
-    package = find_phase("static")
-    with pytest.raises(StartupError, match="until they are quantized"):
-        package.build_engine(
-            package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32", quantize="int8")
-        )
 
 
 # ---------------------------------------------------------------------- compressed-tensors
@@ -210,17 +143,6 @@ def test_a_compressed_checkpoint_is_computed_with_its_own_integers(
         assert largest_difference(solo_logits(model, IDS), expected) < 1e-4 * expected.abs().max().item()
 
 
-def test_both_forms_are_the_same_model_to_the_bit(tmp_path: Path) -> None:
-    models = []
-    for form in ("int-quantized", "pack-quantized"):
-        folder = save_tiny(tmp_path / form, "llama")
-        compress(folder, form)
-        models.append(
-            load_model(open_checkpoint(str(folder)), device=CPU, dtype=torch.float32, max_positions=64)
-        )
-    assert torch.equal(*(solo_logits(model, IDS) for model in models))
-
-
 def test_quantize_int8_adds_the_head(form: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     compress(tmp_path, form)
@@ -231,13 +153,6 @@ def test_quantize_int8_adds_the_head(form: str, tmp_path: Path) -> None:
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in model.named_parameters() if "proj" in name
     )
-
-
-def test_quantized_activations_are_left_as_they_are_and_that_is_said(form: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    compress(tmp_path, form, input_activations={"num_bits": 8, "dynamic": True})
-    assert load(tmp_path).is_quantized
-    assert "quantized activations" in open_checkpoint(str(tmp_path)).unused
 
 
 @pytest.mark.parametrize(
@@ -269,24 +184,3 @@ def test_other_schemes_are_refused_by_name(changes: dict[str, Any], words: list[
     assert message.startswith(str(tmp_path / "config.json"))
     assert "\n" not in message
     assert all(word in message for word in words), message
-
-
-def test_a_layer_whose_scale_is_missing_is_named(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    compress(tmp_path, "int-quantized")
-    stored = {name: tensor.clone() for name, tensor in load_file(tmp_path / WEIGHTS).items()}
-    del stored["model.layers.1.self_attn.k_proj.weight_scale"]
-    save_file(stored, tmp_path / WEIGHTS)
-    with pytest.raises(StartupError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight_scale"):
-        load(tmp_path)
-
-
-def test_a_packed_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    compress(tmp_path, "pack-quantized")
-    stored = {name: tensor.clone() for name, tensor in load_file(tmp_path / WEIGHTS).items()}
-    name = "model.layers.0.mlp.down_proj.weight"
-    stored[f"{name}_shape"] = torch.tensor([42, 60])
-    save_file(stored, tmp_path / WEIGHTS)
-    with pytest.raises(StartupError, match=r"down_proj\.weight_packed"):
-        load(tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -164,48 +162,6 @@ def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.M
             assert_as_new(llm)
 
 
-def test_an_interrupt_while_steps_that_failed_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The computing thread goes on for a moment after the interrupt. It must not touch memory of the next call."""
-    model = RememberingModel()
-    llm = ready("pipelined", model, monkeypatch)
-    stream = llm.engine.runner.stream  # type: ignore[attr-defined]
-    goes_on, errors = threading.Event(), [LookupError()]
-
-    def before_pass(_: object) -> None:
-        if errors:
-            raise errors.pop()
-        goes_on.wait(0.1)
-
-    def interrupted_call(function: Callable[[], Any]) -> None:
-        stream._thread.submit(function)
-        raise KeyboardInterrupt
-
-    model.before_pass = before_pass
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "call", interrupted_call)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm)
-    goes_on.set()
-    assert_as_new(llm)
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_second_interrupt_while_the_first_is_cleared_away(
-    phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = ready(phase, RememberingModel(), monkeypatch)
-    with pytest.MonkeyPatch.context() as patch:
-        raise_at(llm.engine.runner, "commit", "after", 2, KeyboardInterrupt(), patch)
-        patch.setattr(llm.engine.runner, "abandon", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm)
-    assert_as_new(llm)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("phase", ["prefix", "pipelined"])
 def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the host of phase 9 waits for tokens."""
@@ -227,55 +183,6 @@ def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.Mon
             generate(llm)
         model.before_pass = lambda _: None
         assert_as_new(llm)
-
-
-#: Functions that update the bookkeeping of memory. An interrupt between two lines may break it.
-BOOKKEEPING = (
-    "allocate",
-    "force_free",
-    "free_slot",
-    "grow",
-    "match_prefix",
-    "hold",
-    "release",
-    "insert",
-    "evict",
-)
-
-
-@pytest.mark.parametrize("name", BOOKKEEPING)
-def test_an_interrupt_within_the_books_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt comes after each line in turn of the function's last call."""
-    llm = ready("prefix", RememberingModel(), monkeypatch)
-    lines = traced(lambda: generate(llm), name, interrupt_at=None)
-    assert lines > 0
-    for line in range(max(1, lines - 8), lines + 1):
-        with contextlib.suppress(KeyboardInterrupt):  # with a filled cache, the line may not be reached
-            traced(lambda: generate(llm), name, interrupt_at=line)
-        assert_as_new(llm)
-
-
-def traced(function: Callable[[], Any], name: str, interrupt_at: int | None) -> int:
-    """Call `function`, and interrupt it at the n-th line that runs in function `name`. Returns the line count."""
-    lines = 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal lines
-        if frame.f_code.co_name != name or "/phase" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == interrupt_at:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return lines
 
 
 # ---------------------------------------------------------------------- an engine that goes on
@@ -310,22 +217,6 @@ def test_what_was_computed_is_failed_and_what_waits_is_served(phase: str, name: 
         tokens = tokens_of(outputs, each)
         assert tokens == continuation(each.prompt_token_ids, 4)[: len(tokens)]
     assert tokens_of(outputs, requests[2]) == continuation(requests[2].prompt_token_ids, 4)
-    assert_all_free(engine)
-
-
-def test_outputs_of_a_step_committed_before_the_interrupt_are_delivered() -> None:
-    """Phase 9 commits an earlier step before it plans. The interrupt comes in `plan`."""
-    engine = build("pipelined", max_batch_size=2)
-    request = add(engine, [1, 2, 3], greedy(9))
-    outputs: list[StepOutput] = []
-    with pytest.MonkeyPatch.context() as patch:
-        raise_at(engine.scheduler, "plan", "before", 4, KeyboardInterrupt(), patch)
-        step_until_interrupted(engine, outputs)
-    assert len(tokens_of(outputs, request)) == 1
-    outputs += engine.abort_all(RuntimeError("over"))
-    assert tokens_of(outputs, request) == continuation([1, 2, 3], 2)
-    assert end_of(outputs, request).error is not None
-    assert run(engine) == []
     assert_all_free(engine)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 import torch
 
 from common.engine.reference import generate
-from common.errors import InvalidRequestError, NaNLogitsError, StartupError
-from common.llm import LLM, PAUSED_S, Completion
-from common.models.layers import CausalLM, TokenBatch
-from common.request import Request, RequestState, SamplingParams, StepOutput
+from common.errors import InvalidRequestError, NaNLogitsError
+from common.llm import LLM, Completion
+from common.models.layers import CausalLM
+from common.request import Request, RequestState, SamplingParams
 from common.text.tokenizer import IncrementalDetokenizer
 from tests.support.engines import (
     EOS,
@@ -46,22 +45,6 @@ def test_generate_is_the_models_argmax_token_by_token(llama: CausalLM) -> None:
     assert solo(llama, prompt, greedy(12, ignore_eos=True)) == token_ids[4:]
 
 
-def test_generate_runs_the_prompt_once_and_then_single_tokens(llama: CausalLM) -> None:
-    lengths: list[int] = []
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(llama, name)
-
-        def __call__(self, batch: TokenBatch, view: Any) -> torch.Tensor:
-            lengths.append(len(batch.token_ids))
-            assert batch.logit_rows.tolist() == [len(batch.token_ids) - 1]
-            return llama(batch, view)
-
-    solo(Recorder(), [1, 2, 3], greedy(4, ignore_eos=True))  # type: ignore[arg-type]
-    assert lengths == [3, 1, 1, 1]
-
-
 def test_generate_says_what_an_engine_says(llama: CausalLM) -> None:
     tokenizer = byte_tokenizer()
     params = SamplingParams(max_new_tokens=9, seed=3, logprobs=2)
@@ -77,13 +60,6 @@ def test_generate_says_what_an_engine_says(llama: CausalLM) -> None:
     ]
     assert request.state is RequestState.FINISHED
     assert request.slot is None
-
-
-def test_generate_refuses_what_is_beyond_the_models_positions() -> None:
-    short = tiny_model(max_position_embeddings=16)
-    assert len(solo(short, [1] * 12, greedy(4, ignore_eos=True))) == 4
-    with pytest.raises(ValueError, match="make 17, the model has 16"):
-        solo(short, [1] * 12, greedy(5))
 
 
 def test_generate_raises_where_the_model_gives_no_number() -> None:
@@ -117,12 +93,6 @@ def test_answers_come_in_the_prompts_order(llm: LLM) -> None:
         assert (answer.prompt_tokens, answer.completion_tokens) == (len(ids), each.max_new_tokens)
 
 
-def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
-    answers = llm.generate([f"prompt {i}" for i in range(150)], greedy(2), progress=False)
-    assert [answer.completion_tokens for answer in answers] == [2] * 150
-    assert llm.generate(["again"], greedy(2), progress=False)[0].finish_reason == "length"
-
-
 def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError):
         llm.generate(["fine", "x" * 100], greedy(2), progress=False)
@@ -142,47 +112,6 @@ def test_a_request_that_fails_is_an_answer_with_its_error(llm: LLM) -> None:
     fine, failed = llm.generate(["fine", "!"], greedy(2), progress=False)
     assert (fine.error, fine.completion_tokens) == (None, 2)
     assert str(failed.error) == "boom"
-
-
-@CONTINUOUS
-def test_a_paused_engine_is_not_waited_for(llm: LLM) -> None:
-    llm.engine.pause()
-    with pytest.raises(RuntimeError, match=r"paused: call llm\.engine\.resume"):
-        llm.generate("abc")
-    llm.engine.resume()
-    assert llm.generate("abc", greedy(2))[0].error is None
-
-
-@CONTINUOUS
-def test_a_pause_during_generation_takes_few_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread pauses the engine and resumes it a moment later. Meanwhile the loop must not spin."""
-    step, steps = llm.engine.step, 0
-
-    def paused_after_the_first() -> list[StepOutput]:
-        nonlocal steps
-        steps += 1
-        if steps == 1:
-            llm.engine.pause()
-            threading.Timer(0.2, llm.engine.resume).start()
-        return step()
-
-    monkeypatch.setattr(llm.engine, "step", paused_after_the_first)
-    assert llm.generate("abc", greedy(2))[0].completion_tokens == 2
-    assert steps < 0.2 / PAUSED_S + 10
-
-
-@pytest.mark.parametrize("prompt", ["one text", [111, 110, 101], (111,)])
-def test_a_single_prompt_has_a_single_answer(llm: LLM, prompt: str | Sequence[int]) -> None:
-    for params in (greedy(4), [greedy(4)]):
-        (answer,) = llm.generate(prompt, params, progress=False)
-        assert answer.prompt == prompt
-        assert answer.token_ids == continuation(
-            list(map(ord, prompt)) if isinstance(prompt, str) else prompt, 4
-        )
-    with pytest.raises(InvalidRequestError, match="empty"):
-        llm.generate("", greedy(1), progress=False)
-    assert len(llm.generate(["o", "n"], greedy(1), progress=False)) == 2
-    assert llm.generate([], progress=False) == []
 
 
 def test_the_tokens_of_an_answer_and_their_logprobs_where_asked_for(llm: LLM) -> None:
@@ -217,15 +146,6 @@ def test_the_logprobs_of_a_prompts_own_tokens(
     assert scored.prompt_logprobs[-1].logprob == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_token_that_ends_an_answer_is_one_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = RememberingModel(rule=lambda token_ids: EOS if len(token_ids) == 5 else ord("a"))
-    llm = llm_of(build("continuous", model), monkeypatch)
-    (answer,) = llm.generate("one", greedy(9, logprobs=1), progress=False)
-    assert (answer.text, answer.finish_reason) == ("aa", "eos")
-    assert answer.token_ids == [ord("a"), ord("a"), EOS]
-    assert len(answer.logprobs) == 3
-
-
 def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
     """Both threads get all their answers, and no pass computes sequences of both."""
     owners: list[set[str]] = []
@@ -251,17 +171,6 @@ def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
     assert [names for names, _ in itertools.groupby(owners)] in ([{"A"}, {"B"}], [{"B"}, {"A"}])
 
 
-@CONTINUOUS
-@pytest.mark.parametrize("progress", [True, False])
-def test_nothing_is_printed_where_stdout_is_no_terminal(
-    llm: LLM, progress: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):  # with these variables, rich would assume a terminal
-        monkeypatch.delenv(name, raising=False)
-    assert len(llm.generate(["one", "two"], greedy(3), progress=progress)) == 2
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("phase", [4, "4", "continuous", None])
 def test_a_model_by_its_name(phase: int | str | None) -> None:
     options = {"dtype": "float32", "device": "cpu", "max_seq_len": 64, "max_batch_size": 2}
@@ -270,13 +179,6 @@ def test_a_model_by_its_name(phase: int | str | None) -> None:
     for answer in answers:
         assert answer.error is None
         assert 1 <= answer.completion_tokens <= 6
-
-
-def test_startup_errors_are_for_people() -> None:
-    with pytest.raises(StartupError, match="no phase"):
-        LLM("zoo:llama-tiny", phase="phase3_cache")
-    with pytest.raises(StartupError, match="the zoo has no"):
-        LLM("zoo:nobody", phase="static")
 
 
 @pytest.mark.parametrize(

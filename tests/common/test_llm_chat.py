@@ -31,15 +31,6 @@ def test_a_conversation_is_answered_as_its_rendered_prompt(llm: LLM) -> None:
     assert answer.prompt.count("<|begin_of_text|>") == 1
 
 
-def test_several_conversations_come_in_order(llm: LLM) -> None:
-    params = [GREEDY, SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)]
-    answers = llm.chat([MESSAGES, OTHER], params, progress=False)
-    alone = [llm.chat(each, p, progress=False)[0] for each, p in zip((MESSAGES, OTHER), params, strict=True)]
-    assert [answer.text for answer in answers] == [answer.text for answer in alone]
-    assert answers[1].completion_tokens == 3
-    assert llm.chat([], progress=False) == []
-
-
 def test_the_last_message_is_continued(llm: LLM) -> None:
     begun = [*OTHER, {"role": "assistant", "content": "A fox likes"}]
     (answer,) = llm.chat(begun, GREEDY, progress=False, continue_final_message=True)
@@ -64,22 +55,6 @@ def test_a_conversation_that_cannot_be_answered_stops_all(llm: LLM, messages: An
     with pytest.raises(InvalidRequestError, match=says):
         llm.chat(messages, GREEDY, progress=False)
     assert not llm.engine.has_work
-
-
-def test_special_tokens_in_a_message_are_text_if_asked_for() -> None:
-    llm = LLM("zoo:llama-tiny", phase="static", dtype="float32", max_seq_len=256, escape_special_tokens=True)
-    spelled = [{"role": "user", "content": "<|eot_id|>"}]
-    (answer,) = llm.chat(spelled, GREEDY, progress=False)
-    assert str(answer.prompt).count("<|eot_id|>") == 2
-    assert answer.prompt_tokens > len(rendered(spelled))
-
-
-def test_a_template_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM("zoo:gemma3-tiny", phase="continuous", dtype="float32", max_seq_len=128)
-    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(InvalidRequestError, match="the model's chat template says"):
-        llm.chat(twice, GREEDY, progress=False)
-    assert llm.chat(OTHER, GREEDY, progress=False)[0].text
 
 
 def test_a_model_without_a_template_reads_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.models.layers import CausalLM
 from common.models.llama import Llama
-from common.models.loader import checkpoint_tensors, find_tensors
+from common.models.loader import checkpoint_tensors
 from common.models.registry import parse_config
 from tests.support.models import (
     ARCHITECTURES,
@@ -31,7 +31,6 @@ from tests.support.models import (
 )
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
@@ -146,27 +145,6 @@ def test_stored_types_are_converted_tensor_by_tensor(
     assert_holds(model, read(llama))
 
 
-def test_one_file_may_hold_several_types(llama: Path) -> None:
-    change_tensors(llama, lambda tensors: tensors.update({Q: tensors[Q].bfloat16(), K: tensors[K].half()}))
-    assert_holds(load(llama), read(llama))
-
-
-def test_bfloat16_is_kept_bit_for_bit(llama: Path) -> None:
-    # The embedding gets every pattern of 16 bits except NaN, which does not equal itself.
-    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    patterns = patterns[~patterns.isnan()]
-    rows = len(patterns) // 42
-    table = patterns[: rows * 42].view(rows, 42)
-    change_tensors(
-        llama, lambda t: t.update({"model.embed_tokens.weight": table, "lm_head.weight": table.clone()})
-    )
-    write_config(llama, read_config(llama) | {"vocab_size": rows})
-    for dtype in (torch.bfloat16, torch.float32):
-        model = load(llama, dtype=dtype)
-        assert torch.equal(model.embed_tokens.weight, table.to(dtype))
-        assert torch.equal(model.embed_tokens.weight.bfloat16().view(torch.int16), table.view(torch.int16))
-
-
 @EVERY_ARCHITECTURE
 def test_a_tied_file_may_repeat_the_embedding_and_hold_rotary_frequencies(
     architecture: str, tmp_path: Path
@@ -183,54 +161,7 @@ def test_a_tied_file_may_repeat_the_embedding_and_hold_rotary_frequencies(
     assert torch.equal(solo_logits(load(folder), draw_ids(9)), plain)
 
 
-def test_tensors_may_lie_in_any_order_with_metadata(llama: Path) -> None:
-    tensors = read(llama)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b""
-    for name in sorted(tensors, reverse=True):
-        content = tensors[name].numpy().tobytes()
-        offsets = [len(data), len(data) + len(content)]
-        header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": offsets}
-        data += content
-    raw = json.dumps(header).encode()
-    (llama / WEIGHTS).write_bytes(struct.pack("<Q", len(raw)) + raw + data)
-    assert_holds(load(llama), tensors)
-
-
 # ---------------------------------------------------------------------- what is refused
-
-
-def test_truncated_file(llama: Path) -> None:
-    raw = (llama / WEIGHTS).read_bytes()
-    (llama / WEIGHTS).write_bytes(raw[:-1])
-    message = refusal(llama)
-    assert f"{WEIGHTS} ({len(raw) - 1} bytes) is damaged, cut off" in message
-    assert "not fully covered" in message
-    assert "download it again" in message
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"\x10\x00",
-        struct.pack("<Q", 0),
-        struct.pack("<Q", 2**63) + b"{}",
-        struct.pack("<Q", 50) + b'{"a": 1',
-        struct.pack("<Q", 7) + b"garbage",
-        struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 8) + b'{"a": 1}',
-        struct.pack("<Q", 20) + b'{"a": {"dtype": 32}}',
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-    ],
-    ids=repr,
-)
-def test_garbage_for_a_header(raw: bytes, llama: Path) -> None:
-    (llama / WEIGHTS).write_bytes(raw)
-    message = refusal(llama)
-    assert WEIGHTS in message
-    assert "header" in message
 
 
 @pytest.mark.parametrize(
@@ -253,20 +184,6 @@ def test_a_header_entry_that_cannot_be(entry: dict[str, Any], llama: Path) -> No
     assert WEIGHTS in message
     assert "damaged" in message
     assert "header" in message
-
-
-def test_a_gap_between_tensors(llama: Path) -> None:
-    """A file with a gap is refused: each tensor must begin where the one before it ends."""
-
-    def move(header: dict[str, Any]) -> None:
-        entries = [entry for name, entry in header.items() if name != "__metadata__"]
-        last = max(entries, key=lambda entry: entry["data_offsets"][0])
-        last["data_offsets"] = [offset + 4 for offset in last["data_offsets"]]
-
-    change_header(llama, move)
-    with (llama / WEIGHTS).open("ab") as file:
-        file.write(bytes(4))
-    assert "damaged" in refusal(llama)
 
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
@@ -299,55 +216,12 @@ def test_tensors_that_are_not_the_models(name: str, llama: Path) -> None:
     assert says in refusal(llama)
 
 
-def index(weight_map: Any) -> tuple[str, bytes]:
-    return INDEX, json.dumps({"weight_map": weight_map}).encode()
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        (WEIGHTS, None, [WEIGHTS]),
-        ("config.json", None, ["config.json"]),
-        *(("config.json", content, ["config.json"]) for content in (b"{", b"[]", b"\xff\xfe", b"null")),
-        *(
-            (*index(wrong), [INDEX, "weight_map"])
-            for wrong in (None, [], "x", {"a": 1}, {"a": ["b"]}, {"a": None})
-        ),
-    ],
-    ids=repr,
-)
-def test_files_that_are_missing_or_broken(
-    file: str, content: bytes | None, says: list[str], llama: Path
-) -> None:
-    if content is None:
-        (llama / file).unlink()
-    else:
-        (llama / file).write_bytes(content)
-    message = refusal(llama)
-    assert all(part in message for part in says)
-
-
 @pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
     (llama / WEIGHTS).rename(llama / pickle)
     message = refusal(llama)
     assert pickle in message
     assert "safetensors" in message
-
-
-def test_all_that_is_wrong_is_said_at_once_and_long_lists_are_cut(llama: Path) -> None:
-    def spoil(tensors: dict[str, Tensor]) -> None:
-        tensors[Q] = tensors[Q].T
-        tensors["stray"] = torch.ones(1)
-        for name in [name for name in tensors if "mlp" in name]:
-            del tensors[name]
-
-    change_tensors(llama, spoil)
-    message = refusal(llama)
-    assert all(
-        part in message for part in ("missing", "and 4 more", "unexpected: stray", f"wrong shape: {Q}")
-    )
-    assert len(message) < 1000
 
 
 @pytest.mark.parametrize(
@@ -368,33 +242,6 @@ def test_all_that_is_wrong_is_said_at_once_and_long_lists_are_cut(llama: Path) -
 def test_a_config_that_contradicts_the_tensors(entry: dict[str, Any], says: str, llama: Path) -> None:
     write_config(llama, read_config(llama) | entry)
     assert says in refusal(llama)
-
-
-def test_missing_shard(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "checkpoint", "llama", shard_size="60KB")
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    message = refusal(folder)
-    assert shard.name in message
-    assert INDEX in message
-
-
-def test_a_refused_checkpoint_takes_no_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_tensors(llama, lambda tensors: tensors.pop(Q))
-
-    def refuse(*_: Any) -> None:
-        pytest.fail("memory was taken before the files were checked")
-
-    monkeypatch.setattr(CausalLM, "materialise", refuse)
-    assert "missing" in refusal(llama)
-
-
-def test_headers_are_read_alone(llama: Path) -> None:
-    stored = find_tensors(llama)
-    expected = read(llama)
-    assert {name: tensor.shape for name, tensor in stored.items()} == {
-        n: tuple(t.shape) for n, t in expected.items()
-    }
 
 
 # ---------------------------------------------------------------------- memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -100,42 +99,11 @@ def test_graphs_count_where_they_are_captured() -> None:
     assert estimate_memory(prefix, LLAMA_3B, torch.bfloat16, CUDA, weights=0).graphs == 0
 
 
-def test_queries_keys_and_values_may_be_wider_than_the_mlp() -> None:
-    """Qwen3 0.6B: hidden 1024, MLP 3072, 16 query heads and 8 KV heads of 128."""
-    model = open_checkpoint("dummy:qwen3-0.6b").config
-    few, many = (
-        estimate_memory(EngineConfig(max_batch_size=1, max_seq_len=n), model, torch.bfloat16, CUDA, weights=0)
-        for n in (1025, 1536)  # both have three splits
-    )
-    per_token = (many.activations - few.activations) / 511
-    assert per_token == (2 * 1024 + 4 * (16 + 2 * 8) * 128) * 2 + 2 * 1024 * 4
-
-
 @pytest.mark.parametrize("phase", phase_names())
 def test_a_pass_is_never_wider_than_all_sequences_at_their_longest(phase: str) -> None:
     config = find_phase(phase).Config(max_batch_size=3, max_seq_len=100)
     assert 100 <= config.max_pass_tokens() <= 300
     assert find_phase("static").Config(max_batch_size=3, max_seq_len=100).max_pass_tokens() == 300
-
-
-def test_a_pass_is_never_wider_than_its_memory() -> None:
-    config = find_phase("paged").Config(max_batch_size=8, max_seq_len=128, block_size=16, num_blocks=10)
-    assert config.max_pass_tokens() <= 160
-
-
-def test_options_of_later_phases_bound_the_widest_pass() -> None:
-    seats = {"max_batch_size": 6, "max_seq_len": 1000}
-    for name in ("continuous", "paged"):
-        config = find_phase(name).Config(**seats, max_prefill_pass_tokens=2500)
-        assert config.max_pass_tokens() == 2500
-        config = find_phase(name).Config(**seats, max_prefill_pass_tokens=10)
-        assert config.max_pass_tokens() == 1000, "a longer prompt has a pass of its own"
-    chunked = find_phase("chunked").Config
-    assert chunked(**seats).max_pass_tokens() == 256 + 6
-    assert chunked(**seats, prefill_token_budget=None).max_pass_tokens() == 6 * 256 + 6
-    two = {"prefill_token_budget": None, "max_prefill_chunks_per_step": 2}
-    assert chunked(**seats, **two).max_pass_tokens() == 2 * 256 + 6
-    assert chunked(**seats, use_chunked_prefill=False).max_pass_tokens() == 6000
 
 
 # ---------------------------------------------------------------------- the check
@@ -164,24 +132,6 @@ def test_the_advice_is_the_phases_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--num-blocks" in message
 
 
-def test_weights_that_do_not_fit_alone_need_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_free(monkeypatch, 5 * GB)
-    message = refusal(EIGHT, weights=6 * GB)
-    assert "weights 6.0 GB" in message
-    assert message.endswith("the weights alone do not fit; take a smaller model, or a --dtype of fewer bytes")
-
-
-def test_the_log_says_what_it_can_grow_to(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    set_free(monkeypatch, 64 * GB)
-    check_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=6 * GB)
-    (line,) = caplog.messages
-    assert "KV cache (8 × 4096 tokens) 3.5 GB" in line
-    assert line.endswith("= 14.4 GB; 64.0 GB are free on cpu")
-
-
 @pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("phase", phase_names())
 def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,21 +146,6 @@ def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.Mon
     set_free(monkeypatch, 8 * GB)  # the remedy that the refusal names helps
     with pytest.raises(LoadedError):
         package.build_engine(config.model_copy(update={"max_batch_size": 1, "max_seq_len": 2048}))
-
-
-@pytest.mark.parametrize("phase", phase_names())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_small_models_start_with_the_default_options(
-    phase: str, dtype: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    package: Any = find_phase(phase)
-    set_free(monkeypatch, GB)
-    assert package.build_engine(package.Config(dtype=dtype, device="cpu")).max_seq_len > 1000
-
-    request.getfixturevalue("nothing_loads")
-    set_free(monkeypatch, 3 * GB)
-    with pytest.raises(LoadedError):
-        package.build_engine(package.Config(model="dummy:llama-60m", dtype=dtype, device="cpu"))
 
 
 @pytest.mark.parametrize("phase", phase_names())
@@ -294,10 +229,6 @@ GROUPS: dict[str, tuple[str, dict[str, str], int | None]] = {
 def test_the_room_control_groups_leave(name: str, tmp_path: Path) -> None:
     cgroup, files, room = GROUPS[name]
     assert control_group_room(make_tree(tmp_path, cgroup, files)) == room
-
-
-def test_a_system_without_control_groups_has_no_such_limit(tmp_path: Path) -> None:
-    assert control_group_room(tmp_path) is None
 
 
 @pytest.mark.parametrize(("allowed", "free"), [(None, 12345), (99999, 12345), (999, 999)])

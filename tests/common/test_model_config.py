@@ -16,8 +16,6 @@ from transformers import AutoConfig
 from common.models.config import (
     LayerConfig,
     LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
     RopeConfig,
     token_id_set,
 )
@@ -62,33 +60,6 @@ def test_a_preset_has_the_published_shape(preset: str) -> None:
     assert parse_config(PRESETS[preset]) == published
 
 
-def test_llama_is_read_entry_by_entry() -> None:
-    config = parse_config(LLAMA)
-    rope = RopeConfig(500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
-    assert config == ModelConfig(
-        architecture="llama",
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        layers=(LayerConfig(window=None, rope=rope),) * 16,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131_072,
-        activation="silu",
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        norm_offset=0.0,
-        tie_word_embeddings=True,
-        attention_scale=0.125,
-        dtype=torch.bfloat16,
-        eos_token_ids=frozenset({128_001, 128_008, 128_009}),
-    )
-
-
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_a_qwens_windows_begin_at_a_layer_if_they_are_in_use(family: dict[str, Any]) -> None:
     raw = family | {"num_hidden_layers": 4, "sliding_window": 512, "max_window_layers": 3}
@@ -101,11 +72,6 @@ def test_a_qwens_windows_begin_at_a_layer_if_they_are_in_use(family: dict[str, A
     )
     raw["layer_types"] = ["sliding_attention", "full_attention"] * 2
     assert [layer.window for layer in parse_config(raw).layers] == [512, None, 512, None]
-
-
-def test_mistrals_window_is_for_every_layer_or_for_none() -> None:
-    assert {layer.window for layer in parse_config(MISTRAL).layers} == {4096}
-    assert {layer.window for layer in parse_config(MISTRAL | {"sliding_window": None}).layers} == {None}
 
 
 @EVERY_ARCHITECTURE
@@ -127,13 +93,6 @@ def test_gemma_alternates_windows_and_bases() -> None:
     assert config.activation == "gelu_tanh"
 
 
-def test_gemma_scaling_is_for_global_layers_only() -> None:
-    old = gemma(rope_scaling={"rope_type": "linear", "factor": 8.0})
-    for raw in (old, resolved(old)):
-        ropes = {layer.window: layer.rope for layer in parse_config(raw).layers}
-        assert ropes == {512: RopeConfig(10_000.0), None: RopeConfig(1_000_000.0, LinearScaling(8.0))}
-
-
 def test_of_a_multimodal_gemma_the_language_model_is_read() -> None:
     published = PUBLISHED["gemma-3-4b"]
     config = parse_config(published)
@@ -149,13 +108,6 @@ def test_of_a_multimodal_gemma_the_language_model_is_read() -> None:
     assert parse_config(theirs | {"dtype": "bfloat16"}) == config
     text = theirs["text_config"] | {"dtype": "bfloat16", "eos_token_id": [1, 106]}
     assert parse_config(text) == config
-
-
-def test_entries_outside_the_text_config_hold_for_it() -> None:
-    text = GEMMA | {"eos_token_id": None, "torch_dtype": None}
-    outside = {"eos_token_id": 7, "torch_dtype": "float16", "tie_word_embeddings": False}
-    config = parse_config({"model_type": "gemma3", "text_config": text, **outside})
-    assert config == parse_config(gemma(**outside))
 
 
 @EVERY_ARCHITECTURE
@@ -195,11 +147,6 @@ def test_an_entry_left_out_means_what_it_means_to_transformers(
         assert entry in refusal(raw)
     else:
         assert parse_config(raw) == parse_config(resolved(raw))
-
-
-def test_the_old_name_of_a_rope_type() -> None:
-    raw = llama(rope_scaling={"type": "linear", "factor": 2.0})
-    assert parse_config(raw).layers[0].rope == RopeConfig(500_000.0, LinearScaling(2.0))
 
 
 @pytest.mark.parametrize(

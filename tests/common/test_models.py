@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -15,20 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-import common.kv
 from common.engine.reference import generate
-from common.errors import StartupError
 from common.kv import Span
 from common.models.config import RopeConfig
 from common.models.layers import CausalLM, Linear, RotaryTable, TokenBatch
 from common.models.registry import open_checkpoint
 from common.request import Request, SamplingParams
 from kernels import native
-from tests.support.engines import Operators, tiny_model
+from tests.support.engines import tiny_model
 from tests.support.models import (
     ARCHITECTURES,
     ZOO_NAMES,
-    as_transformers_4,
     draw_ids,
     fill,
     largest_difference,
@@ -40,7 +36,6 @@ from tests.support.models import (
     save_tiny,
     scattered,
     solo_logits,
-    write_config,
     zoo,
 )
 
@@ -172,18 +167,6 @@ def test_logits_are_those_of_transformers_at_every_position(
     assert largest_difference(logits_token_by_token(model, token_ids, prompt=40), expected) < PARITY
 
 
-@EVERY_CASE
-def test_a_config_of_transformers_4_gives_the_same_model(
-    architecture: str, entries: dict[str, Any], tmp_path: Path
-) -> None:
-    save_tiny(tmp_path, architecture, **entries)
-    config = open_checkpoint(str(tmp_path)).config
-    old = as_transformers_4(read_config(tmp_path))
-    assert not {"rope_parameters", "dtype", "layer_types"} & set(old)
-    write_config(tmp_path, old)
-    assert open_checkpoint(str(tmp_path)).config == config
-
-
 def test_row_p_of_the_rotary_table_has_the_angles_of_position_p() -> None:
     table = RotaryTable(RopeConfig(10_000.0), head_dim=4, max_positions=3)
     table.fill()
@@ -216,17 +199,6 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Pa
         assert written == generate_theirs(oracle, prompt, 64)
         different |= set(written)
     assert len(different) > 8  # the texts do not repeat one or two tokens
-
-
-def test_generation_ends_at_the_eos_where_transformers_ends(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen3", tie_word_embeddings=False)
-    prompt = draw_ids(7)
-    endless = generate_ours(load(tmp_path), prompt, 40)
-    eos = endless[20]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, 96]}))
-    written = generate_ours(load(tmp_path), prompt, 40, open_checkpoint(str(tmp_path)).config.eos_token_ids)
-    assert written == generate_theirs(oracle_of(tmp_path), prompt, 40)
-    assert written == endless[: endless.index(eos) + 1]
 
 
 @EVERY_ZOO_MODEL
@@ -295,15 +267,6 @@ def test_a_multimodal_gemma_writes_as_in_transformers(
     assert generate_ours(model, token_ids[:20], 16) == generate_theirs(oracle, token_ids[:20], 16)
 
 
-def test_what_else_a_multimodal_checkpoint_holds_is_refused(tmp_path: Path) -> None:
-    save_multimodal(tmp_path, tied=True)
-    rename_tensors(tmp_path, {"vision_tower.post_layernorm.": "audio_tower.post_layernorm."})
-    with pytest.raises(StartupError, match=r"unexpected: audio_tower\.post_layernorm\.bias"):
-        load(tmp_path)
-    rename_tensors(tmp_path, {"audio_tower.": "vision_tower."})
-    assert solo_logits(load(tmp_path), [1, 2]).isfinite().all()
-
-
 @pytest.mark.checkpoints
 @pytest.mark.parametrize("folder", REAL_CHECKPOINTS)
 def test_real_checkpoint_equals_transformers(folder: str) -> None:
@@ -321,17 +284,6 @@ def test_real_checkpoint_equals_transformers(folder: str) -> None:
 
 
 # ---------------------------------------------------------------------- the flat pass
-
-
-def changed_by_the_first_token(model: CausalLM, token_ids: Sequence[int]) -> Tensor:
-    """Return the largest change of the logits at each position if the first token is replaced, [T]."""
-    other = [(token_ids[0] + 1) % model.config.vocab_size, *token_ids[1:]]
-    return (solo_logits(model, token_ids) - solo_logits(model, other)).abs().amax(dim=-1)
-
-
-def test_tiny_models_are_sensitive_to_context(model: CausalLM) -> None:
-    """If the models used only the last token, all comparisons below would pass, too."""
-    assert changed_by_the_first_token(model, draw_ids(60)).min() > 0.01
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
@@ -381,44 +333,7 @@ def test_the_head_sees_only_the_rows_asked_for(model: CausalLM, monkeypatch: pyt
     assert all(weight[0] != config.vocab_size for _, weight in shapes)
 
 
-def test_all_layers_of_a_pass_share_one_layout(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout builds its indices once for each window, as the tests of attention check."""
-    pool = scattered(model, [30, 30])
-    seen: list[tuple[int, int | None]] = []
-    attention = common.kv.attention
-
-    def recording_attention(*args: Any, scale: float, window: int | None) -> Tensor:
-        seen.append((id(args[5]), window))
-        return attention(*args, scale=scale, window=window)
-
-    monkeypatch.setattr(common.kv, "attention", recording_attention)
-    run_pass(model, pool, [(0, draw_ids(12)), (1, draw_ids(9))])
-    assert [window for _, window in seen] == [layer.window for layer in model.config.layers]
-    assert len({layout for layout, _ in seen}) == 1
-
-
 # ---------------------------------------------------------------------- capture
-
-
-def test_a_pass_is_the_same_list_of_operators_whatever_its_tokens(model: CausalLM) -> None:
-    """With native kernels, attention is one operator in each layer, and gets all its tensors as arguments. So a
-    recorded pass can be played on other tokens without Python."""
-    if not native.is_loaded() or not native.has_products(model.dtype):
-        pytest.skip("no native kernels here")
-    pool = scattered(model, [30, 30])
-    run_pass(model, pool, [(0, draw_ids(3)), (1, draw_ids(7))])
-    names = []
-    for pieces in ([(0, [1]), (1, [2])], [(0, [7]), (1, draw_ids(4))]):
-        with Operators() as operations:
-            run_pass(model, pool, pieces)
-        attends = [args for name, args in operations.calls if name == "infer::attention"]
-        assert [
-            args[3] is k and args[4] is v for args, k, v in zip(attends, pool.k, pool.v, strict=True)
-        ] == [True] * model.config.num_layers
-        # Operators before the first norm come from building the view, and may differ.
-        first = next(i for i, (name, _) in enumerate(operations.calls) if "norm" in name)
-        names.append([name for name, _ in operations.calls[first:]])
-    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -146,12 +146,3 @@ def test_a_pass_that_fails_is_tried_again_and_told_of_once(monkeypatch: pytest.M
     outputs = run(engine)
     for request in requests:
         assert_scores(outputs, request, "llama", top=1)
-
-
-def test_a_range_and_a_prompt_of_one_token() -> None:
-    for wrong in (-1, 21):
-        with pytest.raises(ValueError, match="prompt_logprobs is out of range"):
-            SamplingParams(prompt_logprobs=wrong)
-    engine = engine_of("phase9_pipelined")
-    request = add(engine, [5], asking(top=3, tokens=2))
-    assert first_of(run(engine), request).prompt_logprobs == ()

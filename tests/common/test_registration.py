@@ -17,7 +17,7 @@ PACKAGE = '''"""Phase 9 again."""
 
 from common.startup.build import EngineBuilder
 from common.engine.engine import Phase
-from phase9_pipelined import Config, Pool, Runner, build_engine as pipelined
+from phase9_pipelined import Config, Runner, build_engine as pipelined
 from phase9_pipelined.scheduler import PipelinedScheduler
 
 PHASE = Phase(11, "phase11_copy", "A copy", "phase 9 again")
@@ -59,30 +59,6 @@ def test_it_is_listed_last(registered: dict[str, str]) -> None:
     lines = python(registered, "-m", "infer", "phases").splitlines()
     assert [line.split()[0] for line in lines] == ["4", "5", "6", "7", "8", "9", "10", "11"]
     assert lines[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]
-
-
-def test_compare_and_the_sites_tables_know_it(registered: dict[str, str]) -> None:
-    said = python(
-        registered,
-        "-c",
-        "from benchmarks.servers import Setup, phase_target\n"
-        "from docs.building.overrides import overrides_table\n"
-        "target = phase_target('copy', Setup())\n"
-        "print(target.label, target.module, target.options['num-blocks'])\n"
-        "print(overrides_table('scheduler').splitlines()[2])\n",
-    )
-    target, head = said.splitlines()
-    assert target.split()[:3] == ["phase", "11", "phase11_copy"]
-    assert head.count("phase ") == 8
-    assert head.endswith("| phase 11 |")
-
-
-@pytest.mark.slow
-def test_the_identity_suite_runs_it(registered: dict[str, str]) -> None:
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/identity/test_token_identity.py")
-    said = python(registered, *words, "-m", "slow or not slow", "-k", "phase11_copy and zoo:gemma3-tiny")
-    assert " passed" in said
-    assert "failed" not in said
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from common.request import IllegalTransitionError, Request, RequestState, SamplingParams
 
@@ -52,39 +51,6 @@ LEGAL = {
 
 def make(prompt: list[int] | None = None, **values: Any) -> Request:
     return Request("r", prompt or [1, 2, 3], SamplingParams(**values))
-
-
-def test_defaults_are_those_of_the_api() -> None:
-    params = SamplingParams()
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, None, 0.0)
-    assert params.repetition_penalty == 1.0
-    assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
-    assert (params.max_new_tokens, params.min_tokens) == (128, 0)
-    assert (params.stop, params.stop_token_ids) == ((), ())
-    assert params.seed is None
-    assert params.logprobs is None
-    assert not params.ignore_eos
-    assert not params.greedy
-    assert not params.has_penalties
-    assert SamplingParams(repetition_penalty=1.1).has_penalties
-    assert SamplingParams(presence_penalty=-0.1).has_penalties
-    assert SamplingParams(frequency_penalty=0.1).has_penalties
-    request = make()
-    assert (request.state, request.slot, request.num_generated_tokens) == (State.WAITING, None, 0)
-    assert request.max_total_tokens == 3 + 128
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        Request("r", [], SamplingParams())
-
-
-def test_the_prompt_stays_as_it_was_when_tokens_are_generated() -> None:
-    prompt = [1, 2, 3]
-    request = make(prompt)
-    request.token_ids.append(9)
-    assert (prompt, request.prompt_token_ids) == ([1, 2, 3], [1, 2, 3])
-    assert request.num_generated_tokens == 1
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -155,30 +121,6 @@ def test_a_retry_and_a_preemption_draw_what_they_would_have_drawn() -> None:
     assert uniforms(request, 3) == expected[3:]
 
 
-def test_the_n_th_number_belongs_to_the_n_th_token_even_if_some_were_not_drawn() -> None:
-    expected = uniforms(make(seed=5), 4)
-    request = make(seed=5)
-    request.token_ids += [0, 0]
-    assert uniforms(request, 2) == expected[2:]
-
-
-def test_numbers_are_drawn_many_at_a_time_and_are_those_drawn_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = torch.Generator().manual_seed(5)
-    one_by_one = [torch.rand((), generator=generator, dtype=torch.float64).item() for _ in range(150)]
-    calls: list[Any] = []
-    rand = torch.rand
-
-    def counted(*shape: Any, **values: Any) -> torch.Tensor:
-        calls.append(shape)
-        return rand(*shape, **values)
-
-    monkeypatch.setattr(torch, "rand", counted)
-    assert uniforms(make(seed=5), 150) == one_by_one
-    assert len(calls) == 3
-
-
 # ---------------------------------------------------------------------- ranges
 
 
@@ -212,11 +154,6 @@ def test_numbers_are_drawn_many_at_a_time_and_are_those_drawn_one_by_one(
 def test_a_value_out_of_range_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field} is out of range"):
         SamplingParams(**{field: value})
-
-
-def test_the_edges_of_every_range_are_allowed() -> None:
-    SamplingParams(temperature=0.0, top_p=1.0, top_k=1, min_p=1.0, logprobs=0, max_new_tokens=1, min_tokens=1)
-    SamplingParams(logprobs=20, seed=-(2**63), repetition_penalty=0.01, min_tokens=128)
 
 
 def test_ending_token_ids() -> None:

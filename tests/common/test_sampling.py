@@ -18,7 +18,7 @@ from torch import Tensor
 
 import common.sampling.draw
 from common.request import Request, SamplingParams
-from common.sampling.draw import FIRST_CANDIDATES, choose, read_logprobs, sample
+from common.sampling.draw import choose, read_logprobs, sample
 from common.sampling.inputs import SamplingInputs, TokenMasks
 from kernels import native
 from kernels.dispatch import HAS_TRITON
@@ -176,16 +176,6 @@ def test_a_gpus_kernel_against_the_oracle(
     check_the_kernel(rows, seed, spread, endless)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@settings(max_examples=50, deadline=None)
-@any_batch
-def test_a_gpus_kernel_against_the_oracle_in_more_batches(
-    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
-) -> None:
-    check_the_kernel(rows, seed, spread, endless)
-
-
 def check_the_kernel(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
@@ -288,28 +278,6 @@ class Sorts:
         monkeypatch.setattr(common.sampling.draw, "_most_likely", counting)
 
 
-def test_all_are_sorted_only_in_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocab = 5 * FIRST_CANDIDATES
-    logits = random_logits(8, vocab=vocab)
-    logits[3] *= 1e-3  # nearly equally likely, so that 90 % take more tokens than the first candidates
-    few, many = FIRST_CANDIDATES // 2, FIRST_CANDIDATES + 1
-    filters: list[dict[str, Any]] = [
-        {"top_k": 1},
-        {"top_k": few},
-        {"top_k": few, "top_p": 0.99},
-        {"top_p": 0.9},
-        {"top_p": 0.05},
-        {"top_k": many},
-        {"top_k": 10**9},
-        {},
-    ]
-    sorts = Sorts(monkeypatch)
-    together = ids_of(logits, [make(seed=i, **values) for i, values in enumerate(filters)])
-    assert sorts.rows == {FIRST_CANDIDATES: 7, vocab: 3}
-    alone = [ids_of(logits[i : i + 1], [make(seed=i, **values)])[0] for i, values in enumerate(filters)]
-    assert together == alone
-
-
 @pytest.mark.parametrize(
     ("values", "last", "sorted_rows"),
     [
@@ -406,14 +374,6 @@ def test_the_tail_of_a_large_vocabulary_is_reached(monkeypatch: pytest.MonkeyPat
         assert abs(token - share * vocab) < 0.01 * vocab
 
 
-def test_logits_are_not_changed() -> None:
-    logits = random_logits(2)
-    before = logits.clone()
-    requests = [make(temperature=0.0, repetition_penalty=2.0), make(seed=1, min_tokens=2, ends=[1], top_k=3)]
-    ids_of(logits, requests)
-    assert torch.equal(logits, before)
-
-
 # ---------------------------------------------------------------------- masks
 
 
@@ -503,19 +463,6 @@ def test_a_token_that_was_not_read_is_penalised_like_one_that_was(
     inputs = inputs._replace(unread_ids=torch.tensor(unread_ids, dtype=torch.int64))
     expected = common.sampling.draw._adjust(logits, SamplingInputs.of(read, None, VOCAB, torch.device("cpu")))
     assert torch.equal(common.sampling.draw._adjust(logits, inputs), expected)
-
-
-def test_a_later_step_changes_nothing_of_an_earlier_ones_inputs() -> None:
-    requests = [
-        make(prompt=range(40), repetition_penalty=1.5),
-        make(),
-        make(prompt=range(9), presence_penalty=1.0),
-    ]
-    inputs = SamplingInputs.of(requests, None, VOCAB, torch.device("cpu"))
-    assert inputs.penalised is not None
-    before = inputs.penalised.clone()
-    SamplingInputs.of(requests[2:], None, VOCAB, torch.device("cpu"))
-    assert torch.equal(inputs.penalised, before)
 
 
 # ---------------------------------------------------------------------- the ends of the numbers
@@ -610,10 +557,3 @@ def test_logprobs_are_the_models_own_before_any_filter() -> None:
         best = sorted(range(VOCAB), key=lambda t: -exact[row][t])[:count]
         assert [token for token, _ in entry.top] == best
         assert [p for _, p in entry.top] == pytest.approx([math.log(exact[row][t]) for t in best], abs=1e-4)
-
-
-def test_more_logprobs_than_the_vocabulary_has() -> None:
-    requests = [make(logprobs=20)]
-    (entry,) = read_logprobs(sample(random_logits(1, vocab=7), requests), requests)
-    assert entry is not None
-    assert len(entry.top) == 7

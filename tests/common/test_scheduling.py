@@ -106,46 +106,6 @@ def test_a_request_that_is_not_done_in_time_is_given_up_and_its_neighbours_are_n
     assert_answered(outputs + run(engine), [late, again])
 
 
-def test_a_deadline_may_come_in_the_middle_of_a_prompt() -> None:
-    clock = Clock()
-    engine = build("chunked", clock=clock, prefill_chunk_size=4, **TIMED)
-    request = add(engine, list(range(1, 41)), greedy(5))
-    engine.step()
-    clock.advance(10.0)
-    assert isinstance(end_of(run(engine), request).error, RequestTimeoutError)
-    assert_all_free(engine)
-
-
-def test_no_deadline_is_the_default_and_zero_is_none() -> None:
-    clock = Clock()
-    engine = build("paged", clock=clock)
-    request = add(engine, [5], greedy(5))
-    engine.step()
-    clock.advance(1e9)
-    assert end_of(run(engine), request).finish_reason == "length"
-    with pytest.raises(ValueError, match="request_timeout"):
-        build("paged", request_timeout=0)
-
-
-def test_a_deadline_is_forgotten_with_its_request() -> None:
-    engine = build("paged", **TIMED)
-    for i in range(20):
-        add(engine, [5, i], greedy(2))
-        run(engine)
-    assert len(engine._deadlines) <= 1
-
-
-def test_a_deadline_is_forgotten_behind_a_request_that_still_runs() -> None:
-    engine = build("paged", **TIMED)
-    long = add(engine, [5], greedy(60))
-    for i in range(20):
-        short = add(engine, [5, i], greedy(1))
-        while not short.is_terminal:
-            engine.step()
-    assert not long.is_terminal
-    assert len(engine._deadlines) <= 4
-
-
 # ---------------------------------------------------------------------- groups, such as the choices of one answer
 
 
@@ -199,14 +159,3 @@ def test_a_group_gives_up_no_seat_to_a_request_that_would_find_no_memory(
     assert groups_at_work(engine) == (["other"] * gives_way + ["twins"] * (4 - gives_way))
     assert engine.scheduler.preemptions == gives_way
     assert_served(engine, [*twins, other], outputs)
-
-
-def test_those_of_one_group_keep_their_order() -> None:
-    engine = build("continuous", max_batch_size=4, max_waiting_requests=32)
-    many = [add_to(engine, "many", [5, i]) for i in range(3)]
-    single = [add_to(engine, "", [9, i]) for i in range(3)]
-    engine.step()
-    assert engine.scheduler.active == [many[0], *single]
-    assert list(engine.scheduler.waiting) == many[1:]
-    run(engine)
-    assert_all_free(engine)

@@ -14,7 +14,7 @@ from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.observing.frames import KEY_EVERY, WAITING_NAMED, FrameMaker, StepTrace
 from common.request import StepOutput
-from tests.support.engines import EOS, add, build, chained, continuation, greedy, run
+from tests.support.engines import add, build, greedy, run
 
 PHASES = ["static", "continuous", "paged", "chunked", "prefix", "pipelined"]
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 22, "max_seq_len": 48}
@@ -144,33 +144,6 @@ def test_every_request_is_named_once_and_ends_once(phase: str) -> None:
     assert sorted(ended) == [(number, "length") for number in range(6)]
 
 
-def test_a_failed_request_ends_with_an_error() -> None:
-    def rule(token_ids: Sequence[int]) -> int:
-        if token_ids[0] == 7:
-            raise ValueError("no")
-        return chained(token_ids)
-
-    engine = build("continuous")
-    engine.runner.model.rule = rule  # type: ignore[assignment]  # it is a `RememberingModel`
-    trace = StepTrace(engine)
-    add(engine, [7], greedy(2))
-    add(engine, [8], greedy(2))
-    run(engine)
-    ended = [each for frame in trace.frames for each in frame.get("ended", ())]
-    assert ended == [[0, "error"], [1, "length"]]
-
-
-def test_what_was_found_in_memory_is_told_once() -> None:
-    engine = build("prefix", block_size=4)
-    trace = StepTrace(engine)
-    prompt = list(range(10))
-    add(engine, prompt, greedy(2))
-    run(engine)
-    add(engine, prompt, greedy(2))
-    run(engine)
-    assert [frame["found"] for frame in trace.frames if "found" in frame] == [[[1, 8]]]
-
-
 class Sparse:
     """Makes a frame of every third step."""
 
@@ -200,53 +173,6 @@ def test_steps_may_be_left_out(phase: str) -> None:
     assert len(sparse.frames) == len(whole.frames) // 3
 
 
-def test_an_end_in_a_step_that_is_left_out_is_told_with_the_next_frame() -> None:
-    engine = build("continuous")
-    sparse = Sparse(engine)
-    add(engine, [1], greedy(4))  # ends in the fourth step: the third has a frame, the sixth is the next
-    other = add(engine, [2], greedy(9))
-    run(engine)
-    assert [frame.get("ended", []) for frame in sparse.frames] == [[], [[0, "length"]], [[1, "length"]]]
-    assert len(continuation(other.prompt_token_ids, 9)) == 9
-
-
-def test_who_comes_and_goes_between_two_frames_is_named_with_its_end() -> None:
-    engine = build("continuous")
-    maker, steps, frames = FrameMaker(engine), [], []
-    engine.watchers.append(lambda *step: (steps.append(step), maker.note(step[2])))
-    for _ in range(2):
-        add(engine, [1, 2], greedy(3), request_id="same")
-        run(engine)
-        gone = add(engine, [9], greedy(3), request_id="gone")
-        engine.cancel(gone.request_id)
-        run(engine)
-        frames.append(maker.frame(*steps[-1]))
-    assert [frame["requests"] for frame in frames] == [
-        [[0, "same", 2, 3], [1, "gone", 1, 0]],
-        [[2, "same", 2, 3], [3, "gone", 1, 0]],
-    ]
-    assert [frame["ended"] for frame in frames] == [
-        [[0, "length"], [1, "cancelled"]],
-        [[2, "length"], [3, "cancelled"]],
-    ]
-
-
-def test_a_request_that_gets_its_old_slot_again_was_preempted() -> None:
-    """Two frames see it in the same slot. Between them it has lost its seat and got it back."""
-    engine = build("continuous", max_batch_size=1)
-    maker, steps = FrameMaker(engine), []
-    engine.watchers.append(lambda *step: (steps.append(step), maker.note(step[2])))
-    request = add(engine, [1, 2], greedy(9))
-    engine.step()
-    assert "preempted" not in maker.frame(*steps[-1])
-    slot = request.slot
-    engine.runner.release(engine.scheduler._make_way(request))
-    engine.step()
-    assert request.slot == slot
-    assert maker.frame(*steps[-1])["preempted"] == [0]
-    run(engine)
-
-
 def test_a_frame_that_is_to_be_a_key_tells_everything() -> None:
     engine = build("paged", block_size=4)
     maker, frames = FrameMaker(engine), []
@@ -260,13 +186,3 @@ def test_a_frame_that_is_to_be_a_key_tells_everything() -> None:
     reader = Reader()
     reader.read(frames[2])
     assert reader.view() == truth(engine)
-
-
-def test_nothing_is_kept_of_requests_that_are_gone() -> None:
-    engine = build("continuous")
-    maker = FrameMaker(engine)
-    engine.watchers.append(lambda *step: maker.frame(*step))
-    for _ in range(KEY_EVERY):
-        add(engine, [1, EOS - 1], greedy(3))
-        run(engine)
-    assert len(maker._known) < KEY_EVERY

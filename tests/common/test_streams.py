@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor
 
 from common.devices import work_times
-from common.devices.streams import Stream, TapeStream, ThreadStream, call_apart, open_stream
-from common.devices.work_times import DeviceTimes, HostTimes
+from common.devices.streams import Stream, TapeStream, ThreadStream, open_stream
+from common.devices.work_times import DeviceTimes
 from kernels import native
 
 STREAMS = [
@@ -86,26 +84,6 @@ def test_a_call_comes_after_all_that_was_handed_in(stream: Stream) -> None:
     assert stream.aside(lambda: 5) == 5
 
 
-def test_work_is_done_once_it_was_waited_for(stream: Stream) -> None:
-    def slowly(x: Tensor) -> tuple[Tensor]:
-        for _ in range(2000):
-            x = x.sin()
-        return (x,)
-
-    for _ in range(2):  # recording computes at once, so the second call is tested
-        pending = stream.submit("slowly", slowly, [torch.ones(20_000)])
-    assert not pending.done()
-    pending.wait()
-    assert pending.done()
-
-
-def test_what_is_called_apart_leaves_no_thread_and_its_error_is_raised_here() -> None:
-    assert call_apart(lambda: threading.current_thread().name) == "apart"
-    with pytest.raises(KeyError, match="nothing"):
-        call_apart(lambda: {}["nothing"])
-    assert "apart" not in {thread.name for thread in threading.enumerate()}
-
-
 def test_the_best_stream_for_a_device() -> None:
     assert isinstance(open_stream(torch.device("cpu"), recorded=False), ThreadStream)
     if native.is_loaded():
@@ -135,18 +113,6 @@ def test_a_gpu_copies_what_is_done_while_it_computes_what_follows() -> None:
 
 
 # ---------------------------------------------------------------------- times of work
-
-
-def test_a_call_that_raises_is_timed_too() -> None:
-    times = HostTimes()
-    before = time.monotonic()
-    assert times.timed("one", lambda: 7)() == 7
-    with pytest.raises(ZeroDivisionError):
-        times.timed("two", lambda: 1 / 0)()
-    done = times.take()
-    assert [work.key for work in done] == ["one", "two"]
-    assert before <= done[0].began_s <= done[0].ended_s <= done[1].began_s <= time.monotonic()
-    assert times.take() == []
 
 
 def test_a_stream_tells_what_it_did_while_somebody_wants_to_know(stream: Stream) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import pytest
-
 from common.engine.telemetry import PAGE_STEPS, Telemetry
 
 
@@ -48,25 +46,6 @@ def test_a_page_is_bounded_and_of_plain_values() -> None:
     assert page["steps"] == [asdict(record) for record in telemetry.records][7 : 7 + PAGE_STEPS]
     assert page["counters"] == asdict(telemetry.counters)
     assert page["counters"]["decode_tokens"] == 2 * 3 * PAGE_STEPS
-
-
-def test_without_a_first_step_the_page_is_the_latest() -> None:
-    telemetry = Telemetry()
-    run_steps(telemetry, 5)
-    assert steps_of(telemetry.snapshot()) == [0, 1, 2, 3, 4]
-    run_steps(telemetry, PAGE_STEPS)
-    page = telemetry.snapshot()
-    assert steps_of(page) == list(range(5, 5 + PAGE_STEPS))
-    assert page["next_step"] == page["counters"]["steps"]
-
-
-@pytest.mark.parametrize("since_step", [5, 6, 2**40, 2**63 - 1])
-def test_a_step_that_is_still_to_come_has_an_empty_page(since_step: int) -> None:
-    telemetry = Telemetry()
-    run_steps(telemetry, 5)
-    page = telemetry.snapshot(since_step=since_step)
-    assert (page["steps"], page["next_step"]) == ([], since_step)
-    assert page["counters"]["steps"] == 5
 
 
 def test_the_oldest_steps_make_room_for_new_ones() -> None:

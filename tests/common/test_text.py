@@ -5,19 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import threading
-import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers
 
-from common.errors import StartupError
 from common.models.registry import ZOO, open_checkpoint
 from common.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.support.engines import EOS, byte_alphabet, byte_tokenizer
@@ -113,13 +108,6 @@ def test_an_emoji_split_over_tokens_is_never_shown_in_part(tokenizer: Tokenizer,
     assert said == text
 
 
-def test_an_emoji_comes_with_its_last_token(tokenizer: Tokenizer) -> None:
-    *first, last = encode(tokenizer, "😀")
-    detokenizer = IncrementalDetokenizer(tokenizer, encode(tokenizer, "Hi"))
-    assert [detokenizer.add(token_id) for token_id in first] == [""] * len(first)
-    assert detokenizer.add(last) == "😀"
-
-
 def test_incomplete_bytes_are_dropped_at_the_end(tokenizer: Tokenizer) -> None:
     ids = encode(tokenizer, "Hi") + encode(tokenizer, "😀")[:-1]
     assert "".join(tell(tokenizer, ids)) == "Hi"
@@ -139,27 +127,6 @@ def test_broken_bytes_show_after_four_tokens_and_later_text_is_heard(tokenizer: 
     assert "".join(detokenizer.add(i) for i in encode(tokenizer, "later 😀")).endswith("later 😀")
 
 
-@pytest.mark.parametrize("before", ["", "a", "中", "😀", FAMILY])
-def test_broken_bytes_after_a_character_of_several_tokens(tokenizer: Tokenizer, before: str) -> None:
-    """Decoding restarts after broken bytes. It must not restart within the character before them."""
-    broken = [byte_token(tokenizer, 0xFE)] * 4
-    ids = [*encode(tokenizer, before), *broken, *encode(tokenizer, "x")]
-    assert "".join(tell(tokenizer, ids)) == before + "\ufffd" * 4 + "x"
-
-
-def test_byte_fallback_text_before_a_broken_byte_stays_said() -> None:
-    """The library's "invalid prefix": together with the broken byte, the earlier bytes decode to another text."""
-    tokenizer = zoo("gemma3-tiny")
-    ids = [
-        *encode(tokenizer, "語"),
-        byte_token(tokenizer, 0xE5),
-        *encode(tokenizer, "a"),
-        *encode(tokenizer, "b"),
-    ]
-    assert len(encode(tokenizer, "語")) == 3
-    assert tell(tokenizer, ids)[2:] == ["語", "", "\ufffda", "b", ""]
-
-
 @pytest.mark.parametrize(
     "tail", ["😀", FAMILY, "x" + FAMILY, "中" + FAMILY, FAMILY * 2, "日本語" * 3 + "x😀", "Hi"]
 )
@@ -168,20 +135,6 @@ def test_nothing_of_the_prompt_shows_in_the_answer(tokenizer: Tokenizer, tail: s
     for filler in range(6):
         prompt = encode(tokenizer, "." * filler + tail)
         assert "".join(tell(tokenizer, encode(tokenizer, "so"), prompt=prompt)) == "so"
-
-
-def test_the_prompts_tail_is_cut_before_a_character_wherever_foreign_ids_stand(tokenizer: Tokenizer) -> None:
-    emoji, foreign = encode(tokenizer, "😀"), tokenizer.foreign_from
-    for place in range(len(emoji) * 3 + 1):
-        prompt = [*emoji * 3]
-        prompt.insert(place, foreign)
-        assert "".join(tell(tokenizer, encode(tokenizer, "so"), prompt=prompt)) == "so"
-
-
-def test_a_prompt_that_ends_in_half_a_character_is_completed(tokenizer: Tokenizer) -> None:
-    *first, last = encode(tokenizer, "😀")
-    prompt = [*encode(tokenizer, "Hi"), *first]
-    assert tell(tokenizer, [last, *encode(tokenizer, "!")], prompt=prompt) == ["😀", "!", ""]
 
 
 # ---------------------------------------------------------------------- special and foreign ids
@@ -206,74 +159,7 @@ def test_special_tokens_are_left_out_and_foreign_ids_print_as_numbers(tokenizer:
     assert "".join(tell(tokenizer, b, prompt=[*a, foreign])) == "b"
 
 
-def test_special_tokens_may_be_shown(tokenizer: Tokenizer) -> None:
-    special = sorted(tokenizer.special_ids)
-    a, emoji = encode(tokenizer, "a"), encode(tokenizer, "😀")
-    for ids in ([*special, *a, special[0], *emoji, special[-1]], [special[0]] * 10, [*a, special[1], *a]):
-        shown = IncrementalDetokenizer(tokenizer, a, skip_special_tokens=False)
-        text = "".join(map(shown.add, ids)) + shown.finish()
-        assert text == tokenizer.decode(ids, skip_special_tokens=False)
-        assert all(tokenizer.token_text(token_id) in text for token_id in ids if token_id in special)
-
-
-def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
-    for text in ("fox", "naïve 🦊 ½", "a \ufffd b", "日本語"):
-        ids = encode(tokenizer, text)
-        assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text
-    assert tokenizer.token_bytes(min(tokenizer.special_ids)).decode() in tokenizer.backend.get_vocab()
-
-
-def test_each_token_by_itself_is_decoded_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[int] = []
-    decode = Tokenizer.decode
-
-    def counted(self: Tokenizer, token_ids: Iterable[int]) -> str:
-        ids = list(token_ids)
-        decoded.append(ids[-1])
-        return decode(self, ids)
-
-    monkeypatch.setattr(Tokenizer, "decode", counted)
-    fresh = Tokenizer(tokenizer.backend, vocab_size=tokenizer.vocab_size)
-    texts = [fresh.token_text(i) for i in range(fresh.vocab_size)]
-    assert [fresh.token_text(i) for i in range(fresh.vocab_size)] == texts
-    ordinary = [i for i in range(fresh.vocab_size) if i not in fresh.special_ids]
-    assert decoded == ordinary
-    assert [texts[i] for i in ordinary] == [decode(fresh, [i]) for i in ordinary]
-    assert [texts[i] for i in fresh.special_ids] == [fresh.backend.id_to_token(i) for i in fresh.special_ids]
-    assert texts[fresh.foreign_from] == f"<{fresh.foreign_from}>"
-
-
 # ---------------------------------------------------------------------- other kinds of tokenizers
-
-
-def llama2_style() -> Tokenizer:
-    """A tokenizer with `▁` for spaces, byte fallback, and a decoder that strips the text's first space."""
-    words = ["▁Hello", "▁wor", "ld", "▁", ".", "▁a"]
-    vocab = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    vocab |= {word: 258 + i for i, word in enumerate(words)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens([tokenizers.AddedToken("<s>", normalized=False, special=True)])
-    return Tokenizer(backend, vocab_size=300)
-
-
-def test_a_decoder_that_strips_the_first_space_keeps_all_others() -> None:
-    tokenizer = llama2_style()
-    hello, wor, ld, _, dot, a = range(258, 264)
-    assert "".join(tell(tokenizer, [hello, wor, ld, dot, a], prompt=[1])) == "Hello world. a"
-    assert tell(tokenizer, [wor, ld, a], prompt=[1, hello]) == [" wor", "ld", " a", ""]
-    assert "".join(tell(tokenizer, [wor, ld], prompt=[1, *[dot] * 30])) == " world"
-
-
-def test_spaces_survive_a_restart_after_broken_bytes() -> None:
-    tokenizer = llama2_style()
-    hello, wor, ld = range(258, 261)
-    broken = 2 + 0xFE
-    ids = [hello, *[broken] * 4, wor, ld]
-    assert "".join(tell(tokenizer, ids, prompt=[1])) == "Hello" + "\ufffd" * 4 + " world"
 
 
 # ---------------------------------------------------------------------- stop strings
@@ -374,11 +260,6 @@ def test_a_stop_string_over_several_tokens_never_leaks(said: str, stop: str, del
 # ---------------------------------------------------------------------- the tokenizer itself
 
 
-def test_min_tokens_is_a_bound_from_below(tokenizer: Tokenizer) -> None:
-    for text in ("", "a", "The little robot went home. " * 20, "😀" * 50, " " * 200, "\n" * 50):
-        assert tokenizer.min_tokens(text) <= len(encode(tokenizer, text))
-
-
 @pytest.mark.parametrize("name", ZOO_NAMES)
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
@@ -412,47 +293,3 @@ def test_messages_may_spell_special_tokens_as_text(name: str) -> None:
     assert len(special_ids(usual, asked)) == len(special_ids(usual, plain)) + len(usual.special_ids)
     for text in ("", "A fox.", specials):  # other texts are as before
         assert escaping.encode(text) == usual.encode(text)
-
-
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
-    plain = zoo("llama-tiny")
-    backend = tokenizers.Tokenizer.from_file(str(ZOO / "llama-tiny" / "tokenizer.json"))
-    backend.enable_truncation(max_length=8)
-    backend.enable_padding(length=12)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path, vocab_size=plain.vocab_size)
-    for text in ("Hi", "The little robot went home. " * 5):
-        assert tokenizer.encode(text) == plain.encode(text)
-
-
-def test_other_threads_run_while_two_megabytes_are_tokenized() -> None:
-    """If tokenizing held the GIL, the other thread would run only before and after it."""
-    tokenizer = zoo("llama-tiny")
-    text = "The little robot went home. " * 70_000
-    turns, done = 0, threading.Event()
-
-    def count() -> None:
-        nonlocal turns
-        while not done.is_set():
-            time.sleep(0.001)
-            turns += 1
-
-    counting = threading.Thread(target=count)
-    counting.start()
-    try:
-        before = turns
-        ids = tokenizer.encode(text)
-        during = turns - before
-    finally:
-        done.set()
-        counting.join()
-    assert tokenizer.decode(ids[-200:]).endswith("The little robot went home. ")
-    assert during > 20
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=f"{tmp_path} has no tokenizer.json"):
-        Tokenizer.from_folder(tmp_path, vocab_size=10)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(StartupError, match="cannot be read"):
-        Tokenizer.from_folder(tmp_path, vocab_size=10)

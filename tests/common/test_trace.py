@@ -118,22 +118,6 @@ def test_parts_of_a_step_lie_in_it(phase: str) -> None:
     assert chunks == ["chunk 0:2", "chunk 0:4"]
 
 
-def test_who_lives_when_a_recording_begins_or_ends_is_in_it() -> None:
-    engine = build("phase6_paged", clock=time.monotonic, max_batch_size=2)
-    requests = [add(engine, "abc", greedy(20)) for _ in range(3)]
-    engine.step()
-    engine.step()
-    with recorded(engine) as events:
-        engine.step()
-    tracks = requests_of(events)
-    assert len(tracks) == len(requests)
-    for track, stage in zip(tracks.values(), ("decode", "decode", "waiting"), strict=True):
-        assert track[0]["args"]["began before"]
-        assert [event["name"] for event in track if event["ph"] == "b"][1] == stage
-        assert track[-1]["args"]["reason"] == "still running"
-    assert len(run(engine)) > 0
-
-
 def test_recordings_and_requests_may_begin_while_a_step_waits_for_another() -> None:
     engine, tracer, buffer = traced("phase9_pipelined", max_batch_size=2)
     late = TraceBuffer()
@@ -150,32 +134,6 @@ def test_recordings_and_requests_may_begin_while_a_step_waits_for_another() -> N
         events = read_trace(each.fetch())
         assert_valid(events)
         assert [track[-1]["args"]["new tokens"] for track in requests_of(events).values()] == [6, 3]
-
-
-def test_those_who_are_given_up_between_two_steps_end_with_their_error() -> None:
-    """A shutdown at its time limit fails requests without a step."""
-    engine = build("phase5_continuous", clock=time.monotonic)
-    with recorded(engine) as events:
-        add(engine, "abc", greedy(20))
-        engine.step()
-        engine.abort_all(RuntimeError("the end"))
-    (track,) = requests_of(events).values()
-    assert track[-1]["args"]["reason"] == "error"
-    assert track[-1]["args"]["error"] == "the end"
-
-
-def test_texts_that_json_cannot_hold_do_no_harm() -> None:
-    engine = build("phase5_continuous", clock=time.monotonic)
-    with recorded(engine) as events:
-        add(engine, "ab", greedy(20), "half \ud83d")
-        engine.step()
-        engine.abort_all(RuntimeError("no grammar: \ud83d"))
-        add(engine, "ab", greedy(2), "whole 🦊")
-        run(engine)
-    first, second = requests_of(events).values()
-    assert first[0]["name"] == "half ?"
-    assert first[-1]["args"]["error"] == "no grammar: ?"
-    assert second[0]["name"] == "whole 🦊"
 
 
 @pytest.mark.parametrize("phase", [PHASES[2], PHASES[5]])

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -527,11 +526,3 @@ async def test_a_static_batch_is_woken_by_its_timer() -> None:
         assert len(outputs) == 2
         await until(lambda: not engine.has_work)
     assert engine.telemetry.counters.steps == 3
-
-
-def test_requests_are_made_by_many_threads_at_once() -> None:
-    """`create_request` is called outside the engine's thread: ids must not repeat."""
-    engine = build("continuous")
-    with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(lambda _: engine.create_request("a", greedy(1)), range(800)))
-    assert len({request.request_id for request in made}) == 800

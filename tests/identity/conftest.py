@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
-from tests.identity.support import MODELS, RARE, Subject, subject_of
+from tests.identity.comparison import Subject, subject_of
 
 
-@pytest.fixture(
-    scope="session", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in RARE)) for name in MODELS]
-)
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield subject_of(request.param)
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="session")
+def subject(request: pytest.FixtureRequest) -> Subject:
+    named = subject_of(request.param)
+    if "bf16" in request.param and not named.model.batch_invariant:
+        pytest.skip("bfloat16 is not batch invariant here, so tokens may differ")
+    return named

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 import torch
 
-import kernels.attention
 from common.engine.engine import Engine
 from common.kv import KVPool, KVView, Span
-from kernels.dispatch import HAS_TRITON
 from phase8_prefix.cache import PrefixCachingPool
-from tests.identity.support import Arrival, Subject, greedy, pairs, prompt_of, recorded_logits, serve
+from tests.identity.comparison import Arrival, Subject, greedy, prompt_of, recorded_logits, serve
+from tests.identity.table import table
 from tests.support.engines import Variant
 
-MODELS = ("random:llama", "random:gemma3")  # with random weights, errors show
+MODELS = ("random:llama", "zoo:gemma3-tiny")
 
 
 class Poison:
@@ -108,50 +105,9 @@ def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[i
     ]
 
 
-@pairs(MODELS)
-def test_columns_of_nobody_may_be_nan(subject: Subject, variant: Variant) -> None:
+@table(models=MODELS)
+def test_columns_without_an_owner_may_be_nan(subject: Subject, variant: Variant) -> None:
     """Passes have prompts, chunks and decode, separately and together, and memory is reused all the time."""
     arrivals = arrivals_of(subject, (3, 140, 1, 17, 64, 65, 9, 30), (30, 6, 24, 3, 9, 20, 1, 12))
     engine = assert_unchanged(subject, variant, arrivals, max_batch_size=3, max_seq_len=160)
     assert engine.telemetry.counters.requests_finished == len(arrivals)
-
-
-@pytest.mark.parametrize("subject", MODELS, indirect=True)
-@pytest.mark.parametrize("phase", ["phase6_paged", "phase7_chunked", "phase8_prefix"])
-def test_nor_do_those_who_are_preempted_read_them(subject: Subject, phase: str) -> None:
-    variant = Variant(phase, {"block_size": 4, "num_blocks": 24})
-    arrivals = arrivals_of(subject, (20, 12, 9, 30, 5, 17), (30, 24, 28, 20, 40, 9))
-    engine = assert_unchanged(subject, variant, arrivals, max_batch_size=4, max_seq_len=96)
-    assert engine.scheduler.preemptions > 0
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these models are not on it"
-)
-@pytest.mark.usefixtures("torch_kernels")
-@pairs(
-    MODELS,
-    [
-        Variant("phase5_continuous"),
-        Variant("phase6_paged", {"block_size": 4}),
-        Variant("phase7_chunked", {"block_size": 4, "prefill_chunk_size": 16}),
-        Variant("phase8_prefix", {"block_size": 4, "prefill_chunk_size": 16}),
-    ],
-)
-def test_nor_does_the_paged_kernel_read_them(
-    subject: Subject, variant: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The Triton kernel runs in its interpreter."""
-    launch, launched = kernels.attention.paged_attention_triton, []
-
-    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
-        launched.append(len(arguments[0]))
-        return launch(*arguments, **options)
-
-    monkeypatch.setattr(kernels.attention, "use_triton", lambda _: True)
-    monkeypatch.setattr(kernels.attention, "paged_attention_triton", counted)
-    arrivals = arrivals_of(subject, (3, 21, 1), (5, 2, 3))
-    assert_unchanged(subject, variant, arrivals, max_batch_size=2, max_seq_len=32)
-    assert 2 in launched  # both decode
-    assert max(launched) > 2  # a prompt

@@ -15,7 +15,7 @@ from torch import Tensor
 import kernels.attention
 from kernels import attention_layout
 from kernels.attention import attention, gathered_attention
-from kernels.attention_layout import AttentionLayout, Workspace
+from kernels.attention_layout import Workspace
 from tests.kernels.support import SCALE, Store
 
 WINDOWS = (None, 1, 2, 5, 16, 1000)
@@ -117,23 +117,6 @@ def test_one_layout_serves_layers_of_different_windows() -> None:
     assert store.layout.prefill_segments(None) is store.layout.prefill_segments(None)
 
 
-def test_nothing_is_written() -> None:
-    store = Store.of(PASSES[MIXED], block_size=3, poison=7.0)
-    before = [tensor.clone() for tensor in (store.q, store.k, store.v, store.layout.block_table)]
-    gathered(store, 5)
-    for tensor, was in zip((store.q, store.k, store.v, store.layout.block_table), before, strict=True):
-        assert torch.equal(tensor, was)
-
-
-def test_queries_may_be_a_view_of_a_fused_matrix() -> None:
-    store = Store.of(PASSES[MIXED], block_size=3)
-    expected = gathered(store, 5)
-    fused = torch.cat([store.q, torch.full_like(store.q, math.nan)], dim=1)
-    store.q = fused[:, : store.q.shape[1]]
-    assert not store.q.is_contiguous()
-    torch.testing.assert_close(gathered(store, 5), expected)
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
     healthy = Store.of(PASSES[MIXED], block_size=3)
@@ -153,14 +136,6 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
 
 
 # ---------------------------------------------------------------------- the choice
-
-
-@pytest.mark.usefixtures("torch_kernels")
-def test_the_cpu_gathers() -> None:
-    store = Store.of(PASSES[MIXED], block_size=3)
-    for window in (None, 5):
-        out = attend(store, window)
-        assert torch.equal(out, gathered(store, window))
 
 
 # ---------------------------------------------------------------------- the paged kernel
@@ -192,20 +167,6 @@ def test_one_launch_reads_all_sequences_in_place(
     ((q, k, v, _),) = paged_calls
     assert len(q) == sum(store.queries)
     assert (k, v) == (store.k, store.v)  # no gathered copy
-
-
-@pytest.mark.usefixtures("torch_kernels")
-def test_one_layout_serves_every_layer_of_the_paged_kernel(
-    triton_device: str, paged_calls: list[tuple[Any, ...]]
-) -> None:
-    """Indices go to the device once a pass for all windows, and no indices for gathering are built."""
-    store = Store.of(PASSES[MIXED], block_size=4, device=triton_device)
-    for window in (None, 5, None, 5):
-        attend(store, window)
-    assert len(paged_calls) == 4
-    assert all(indices is paged_calls[0][3] for *_, indices in paged_calls)
-    assert not store.layout._prefill_segments
-    assert not store.layout._decode_groups
 
 
 @pytest.mark.parametrize(
@@ -254,28 +215,6 @@ def test_a_workspace_keeps_its_memory_and_grows() -> None:
     assert workspace.gather(rows, *halves).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_sequences_that_grow_by_a_column_keep_the_size_of_their_products(window: int | None) -> None:
-    """A CPU compiles bfloat16 products for each size. A new size in each step would cost more than the step."""
-    decode, prefill = set(), set()
-    for grown in range(attention_layout.COLUMN_TILE):
-        layout = AttentionLayout(
-            torch.arange(20).view(2, 10), torch.arange(2), 32, (1, 1), (100 + grown, 129 + grown), 2
-        )
-        (group,) = layout.decode_groups(window)
-        decode.add((group.width, len(group.addresses), group.hidden.shape))
-    assert len(decode) <= 2  # at most one edge of a tile is crossed
-    for grown in range(130):
-        layout = AttentionLayout(
-            torch.arange(20).view(1, 20), torch.arange(1), 32, (1 + grown,), (1 + grown,), 2
-        )
-        for segment in layout.prefill_segments(window):
-            prefill |= {
-                (tile.columns.stop - tile.columns.start, tile.hidden.shape[0]) for tile in segment.tiles
-            }
-    assert len(prefill) <= 3  # prompts of 1 to 130: one, two or three tiles of columns
-
-
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])
 @pytest.mark.parametrize("column_tile", [1, 4, 5])
 @pytest.mark.parametrize("query_tile", [1, 4, 7])
@@ -293,20 +232,3 @@ def test_queries_are_computed_in_tiles(
     assert all(width % column_tile == 0 for width in widths)
     if window is not None:  # tiles read only columns that a query sees, rounded up to whole tiles
         assert max(widths) < query_tile + window + 2 * column_tile
-
-
-def test_layers_that_share_a_workspace_do_not_disturb_each_other() -> None:
-    torch.manual_seed(0)
-    q, stores = torch.randn(6, 4, 8), [torch.randn(2, 16, 2, 8) for _ in range(4)]
-    calls = [(window, *pair) for window in (None, 3) for pair in (stores[:2], stores[2:])]
-
-    def layout() -> AttentionLayout:
-        return AttentionLayout(torch.tensor([[1], [0]]), torch.arange(2), 16, (1, 5), (7, 9), 2)
-
-    def compute(k: Tensor, v: Tensor, layout: AttentionLayout, window: int | None) -> Tensor:
-        return gathered_attention(q, k, v, layout, scale=1.0, window=window)
-
-    shared = layout()
-    together = [compute(k, v, shared, window) for window, k, v in calls]
-    apart = [compute(k, v, layout(), window) for window, k, v in calls]
-    assert all(map(torch.equal, together, apart))

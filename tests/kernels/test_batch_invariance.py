@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.attention
 from kernels import batch_invariance
-from kernels.batch_invariance import OUTPUTS, Heads, Product, attention_keeps_bits, is_batch_invariant
+from kernels.batch_invariance import Heads, Product, attention_keeps_bits, is_batch_invariant
 from kernels.batch_invariance import product_keeps_bits as keeps_bits
 from kernels.linear import pack_linear, packed_linear
-from tests.support.triton_interpreter import patch_dot
 
 SIZES = [(512, 512), (1792, 512), (576, 960), (144, 320), (512, 32_000)]  # inputs, outputs
 HEADS = Heads(queries=8, keys=4, size=64)
@@ -84,34 +82,6 @@ def test_rare_differences_are_seen(dtype: torch.dtype, size: tuple[int, int], on
     assert rows in seen or (rows, size) == (256, (512, 32_000)), "a wide product gets fewer rows"
 
 
-def test_enough_outputs_are_compared(dtype: torch.dtype) -> None:
-    for size in [(512, 512), (512, 3584), (512, 32_000)]:
-        sound = product(*size, dtype)
-        flipped = Flipped(sound, 10**9, lambda rows: rows == 1)
-        flipped.computed = 1  # the next flipped output is a thousand million outputs away
-        assert keeps_bits(dataclasses.replace(sound, compute=flipped), dtype)
-        assert flipped.computed > OUTPUTS
-
-
-def test_a_sum_in_two_parts_is_seen(dtype: torch.dtype) -> None:
-    """A library may split the sums of a single row, to give every thread some work."""
-    inputs, outputs = 1792, 512
-    weight = weights(inputs, outputs, dtype)
-    whole = product_of(weight)
-    left, right = (product_of(half.contiguous()) for half in weight.chunk(2, dim=1))
-
-    def compute(x: Tensor) -> Tensor:
-        if x.shape[0] > 1:
-            return whole.compute(x)
-        first, second = x.chunk(2, dim=1)
-        return left.compute(first) + right.compute(second)
-
-    split = Product(inputs, outputs, compute)
-    assert keeps_bits(whole, dtype)
-    assert not keeps_bits(split, dtype)
-    assert not is_batch_invariant([product(512, 512, dtype), split], HEADS, dtype)
-
-
 @pytest.mark.parametrize("queries", [1, 17, 100])
 def test_attention_that_depends_on_a_chunk_is_seen(
     dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch
@@ -129,37 +99,11 @@ def test_attention_that_depends_on_a_chunk_is_seen(
     assert not attention_keeps_bits(HEADS, dtype)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton compiles for the GPU, and these tensors are not on it"
-)
-@pytest.mark.usefixtures("torch_kernels")
-def test_the_triton_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, splits merged by a second kernel have the same bits as splits merged in one kernel."""
-    patch_dot(monkeypatch)
-    for module in (kernels.attention, batch_invariance):
-        monkeypatch.setattr(module, "use_triton", lambda _: True)
-    monkeypatch.setattr(batch_invariance, "DECODED", 8)
-    heads = Heads(queries=2, keys=1, size=16)
-    assert attention_keeps_bits(heads, torch.float32)
-    launch = kernels.attention.paged_attention_triton
-
-    def another(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = launch(q, *args, **kwargs)
-        return out.nextafter(out + 1) if len(q) == 1 else out
-
-    monkeypatch.setattr(kernels.attention, "paged_attention_triton", another)
-    assert not is_batch_invariant([Product(64, 64, never)], heads, torch.float32)
-
-
 # ---------------------------------------------------------------------- without the kernels
 
 
 def never(x: Tensor) -> Tensor:
     raise AssertionError("nothing is measured that nobody vouches for")
-
-
-def test_another_librarys_products_are_not_vouched_for() -> None:
-    assert not is_batch_invariant([Product(64, 64, never)], HEADS, torch.float16)
 
 
 @pytest.mark.usefixtures("torch_kernels")

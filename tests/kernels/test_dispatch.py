@@ -13,7 +13,7 @@ import torch
 import kernels.gated_act
 import kernels.rms_norm
 import kernels.rope
-from kernels.dispatch import HAS_TRITON, device_guard, use_triton
+from kernels.dispatch import HAS_TRITON
 
 ROOT = Path(__file__).parents[2]
 X = torch.linspace(-2, 2, 3 * 8).view(3, 8)
@@ -69,11 +69,6 @@ def test_what_use_triton_says_is_done(monkeypatch, name):
     assert asked[0] is arguments[0]
 
 
-def test_only_cuda_tensors_use_triton():
-    assert not use_triton(torch.ones(1))
-    assert not use_triton(torch.ones(1, device="meta"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_cuda_tensors_go_to_triton(monkeypatch, name):
@@ -83,26 +78,6 @@ def test_cuda_tensors_go_to_triton(monkeypatch, name):
     trace = record(monkeypatch, module, name)
     getattr(module, name)(*arguments)
     assert trace == [("triton", arguments)]
-
-
-def test_the_guard_leaves_cpu_launches_alone_and_selects_a_tensors_gpu(device):
-    last = torch.cuda.device_count() - 1
-    with device_guard(torch.ones(1, device=device if device == "cpu" else f"cuda:{last}")) as entered:
-        assert entered is None if device == "cpu" else torch.cuda.current_device() == last
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_public_functions_trace_into_one_graph(device, name):
-    """With `fullgraph`, Python code that depends on data or that the tracer cannot follow is an error.
-
-    A launch's number of warps must be a plain number, so on a GPU sizes are not dynamic.
-    """
-    module, arguments = CALLS[name]
-    arguments = on(device, arguments)
-    function = getattr(module, name)
-    with torch.inference_mode():
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=device == "cpu")
-        torch.testing.assert_close(compiled(*arguments), function(*arguments))
 
 
 def test_modules_work_without_triton():

@@ -17,7 +17,7 @@ from kernels.few_rows_linear import (
     takes,
     whole_sums,
 )
-from tests.kernels.support import BF16, FAR, FP16, FP32, HALF_ULP, draw, far_apart
+from tests.kernels.support import BF16, FP16, HALF_ULP, draw
 from tests.support.triton_interpreter import patch_dot
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
@@ -109,22 +109,6 @@ def test_a_nan_stays_in_its_row(place: str) -> None:
     spoilt = linear(x, weight)
     assert spoilt[1].isnan().all()
     assert torch.equal(spoilt[[0, 2, 3]], clean[[0, 2, 3]])
-
-
-def test_weights_beyond_32_bits(place: str) -> None:
-    rows = far_apart(64, BF16, place).as_strided((3, 64), (FAR, 1))  # of x
-    rows.copy_(draw(3, 64, dtype=BF16, device=place))
-    weight = weight_of(64, 20, BF16, place)
-    assert torch.equal(linear(rows, weight), linear(rows.contiguous(), weight))
-
-
-def test_others_go_to_the_library() -> None:
-    for dtype in (BF16, FP16, FP32):
-        assert not takes(torch.ones(1, 8, dtype=dtype)), "no GPU"
-    x, weight = draw(3, 8), draw(6, 8)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
-    gate, up = F.linear(x, weight).chunk(2, 1)
-    torch.testing.assert_close(gated_linear(x, weight, "silu"), F.silu(gate) * up)
 
 
 @pytest.mark.gpu

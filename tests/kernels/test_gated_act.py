@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import kernels.gated_act
-from kernels.gated_act import ACTIVATIONS, gated_act
-from tests.kernels.support import BF16, DTYPES, FAR, FP32, ROWS, SIZES, draw, far_apart
+from kernels.gated_act import ACTIVATIONS
+from tests.kernels.support import DTYPES, ROWS, SIZES, draw
 
 # numpy, in the interpreter: powers and exponentials of a large gate are infinite, as they should be.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -59,19 +59,3 @@ def test_gates_far_from_zero_are_open_or_shut_and_nan_stays(way, activation):
     torch.testing.assert_close(
         gated(way, gate_up, activation), expected, equal_nan=True, atol=1e-35, rtol=1e-5
     )
-
-
-def test_row_offsets_beyond_32_bits(way):
-    small = draw(3, 192, dtype=BF16, device=way.device)
-    gate_up = far_apart(192, BF16, way.device).as_strided((3, 192), (FAR, 1))
-    gate_up.copy_(small)
-    assert torch.equal(gated(way, gate_up, "silu"), gated(way, small, "silu"))
-
-
-@pytest.mark.parametrize(
-    ("columns", "activation", "says"),
-    [(4, "relu", r"'relu'.*silu, gelu_tanh"), (5, "silu", r"even number of columns.*\[1, 5\]")],
-)
-def test_other_activations_and_odd_columns_are_refused(columns, activation, says):
-    with pytest.raises(ValueError, match=says):
-        gated_act(torch.ones(1, columns, dtype=FP32), activation)

@@ -5,7 +5,6 @@ shapes that are no powers of two). The compiler needs no device, so the check ru
 of its own, because here the kernels may be decorated for the interpreter.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -37,26 +36,6 @@ def run_here(function: str, cache: Path) -> str:
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
     assert run_here("compile_all", tmp_path).split().count("compiled") == 120
-
-
-def test_one_compilation_serves_all_passes(tmp_path):
-    """Passes differ in tokens, sequences, windows, splits and block size, but need the same compiled kernels."""
-    assert json.loads(run_here("count_compilations", tmp_path)) == {
-        "_rms_norm_kernel": 2,  # rows of a matrix; heads of a query
-        "_fused_add_rms_norm_kernel": 1,
-        "_rope_kernel": 3,  # alone; with writes; with norms and writes
-        "_gated_act_kernel": 1,
-        "_paged_attention_kernel": 4,  # decode: few programs; perhaps few; many; and any other pass
-        "_merge_splits_kernel": 1,
-        "_few_rows_linear_kernel": 4,  # up to 16 rows and up to 64; alone and gated
-        "_decode_rows_kernel": 1,
-        "_count_latest_kernel": 1,
-        "_penalise_kernel": 1,
-        "_best_kernel": 1,
-        "_search_kernel": 2,  # with settings; by seat
-        "_count_kernel": 4,  # each with and without searches
-        "_pick_kernel": 5,  # greedy rows alone, too
-    }
 
 
 def compiled(
@@ -262,73 +241,5 @@ def compile_paged_attention() -> None:
             assert not re.search(r"fma\.rn\.f32", result.asm["ptx"]) or element == "fp32"
 
 
-TOKENS = (1, 2, 3, 15, 16, 17, 48, 150)
-BLOCK_SIZES = (1, 4, 16, 64, 100, 4096)
-
-
-def count_compilations() -> None:
-    """Print as JSON the number of compilations of each kernel in passes of all sizes through one model."""
-    import torch
-
-    from kernels.attention_layout import PagedIndices
-    from kernels.decode_rows import decode_rows_triton
-    from kernels.draw import SeatState, draw_at_seats_triton, draw_triton
-    from kernels.few_rows_linear import FEW_ROWS, few_rows_gated_linear_triton, few_rows_linear_triton
-    from kernels.gated_act import gated_act_triton
-    from kernels.paged_attention import paged_attention_triton
-    from kernels.penalties import SeatPenalties, penalise_triton
-    from kernels.rms_norm import fused_add_rms_norm_triton, rms_norm_triton
-    from kernels.rope import HeadNorms, norm_rope_write_triton, rope_triton
-    from tests.support.compilations import collect
-
-    found = collect()
-    heads, heads_kv, head_dim, hidden = 6, 2, 16, 96
-    weight = torch.ones(hidden)
-    for tokens in TOKENS:
-        x = torch.ones(tokens, hidden)
-        rms_norm_triton(x, weight, 1e-5)
-        fused_add_rms_norm_triton(x, x, weight, 1e-5)
-        qkv = torch.ones(tokens, heads + 2 * heads_kv, head_dim)
-        q, k, _ = qkv.split([heads, heads_kv, heads_kv], dim=1)
-        rms_norm_triton(q, torch.ones(head_dim), 1e-5)
-        angles = torch.ones(tokens, head_dim // 2)
-        rope_triton(q, k, angles, angles)
-        written = torch.empty(4, 64, heads_kv, head_dim)
-        addresses = torch.zeros(tokens, dtype=torch.int64)
-        for norms in (None, HeadNorms(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1.0)):
-            norm_rope_write_triton(qkv, norms, angles, angles, written, written, addresses)
-        gated_act_triton(torch.ones(tokens, 2 * hidden), "silu")
-        if tokens <= FEW_ROWS:
-            few_rows_linear_triton(x, torch.ones(hidden, hidden))
-            few_rows_gated_linear_triton(x, torch.ones(2 * hidden, hidden), "silu")
-        for ranked in (True, False):
-            given = torch.ones(tokens, 5, dtype=torch.float64)
-            draw_triton(torch.ones(tokens, 5000), given, ranked=ranked)
-        draw_triton(torch.ones(tokens, 5000))
-        seats = torch.zeros(tokens, dtype=torch.int64)
-        state = SeatState(seats, seats, torch.zeros(tokens, 69, dtype=torch.float64))
-        for ranked in (True, False):
-            draw_at_seats_triton(torch.ones(tokens, 5000), state, seats, seats, ranked=ranked)
-        penalties = SeatPenalties.none(tokens, 5000, seats.device)
-        penalise_triton(torch.ones(tokens, 5000), penalties, seats, seats)
-        for block_size in BLOCK_SIZES:
-            tables = torch.zeros(tokens, block_size, dtype=torch.int32)
-            decode_rows_triton(seats, seats, seats, tables, block_size)
-    for block_size in BLOCK_SIZES:
-        for batch in TOKENS:
-            q = torch.ones(batch, heads, head_dim, dtype=torch.bfloat16)
-            for blocks in (1, 3, 16):
-                store = torch.empty(blocks, block_size, heads_kv, head_dim, dtype=torch.bfloat16)
-                table = torch.zeros(batch, blocks, dtype=torch.int32)
-                tiles = torch.zeros(batch, 3, dtype=torch.int32)
-                positions = torch.zeros(batch, dtype=torch.int64)
-                for window in (None, 1, 16, 100):
-                    for length in (1, 600, 5000):
-                        for queries in (1, 5, 16):
-                            indices = PagedIndices(table, positions, tiles, batch // 2, length, queries)
-                            paged_attention_triton(q, store, store, indices, scale=1.0, window=window)
-    print(json.dumps({kernel: len(keys) for kernel, keys in found.items()}))
-
-
 if __name__ == "__main__":
-    {"compile_all": compile_all, "count_compilations": count_compilations}[sys.argv[1]]()
+    compile_all()

@@ -47,17 +47,6 @@ def test_no_weight_moves_by_more_than_half_a_step(outputs: int, inputs: int, dty
     assert not values[0].any()
 
 
-def test_blocks_of_a_large_matrix_are_quantized_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = draw(50, 30)
-    whole = quantize(weight)
-    monkeypatch.setattr("kernels.int8.BLOCK_WEIGHTS", 100)
-    assert all(torch.equal(*pair) for pair in zip(quantize(weight), whole, strict=True))
-    x = draw(4, 30, seed=1)
-    torch.testing.assert_close(
-        linear_int8_reference(x, *whole).double(), exact(x, whole), rtol=1e-5, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_weight_spoils_its_own_output_only(bad: float) -> None:
     weight = draw(5, 8)
@@ -124,21 +113,6 @@ def test_a_row_has_the_same_bits_beside_others(dtype: torch.dtype, outputs: int,
                 assert torch.equal(alone, together[first : first + rows]), (first, rows)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048)])
-def test_few_rows_of_plain_weights_have_the_bits_of_many(
-    dtype: torch.dtype, outputs: int, inputs: int
-) -> None:
-    """Our own loop multiplies up to sixteen rows, the library more."""
-    panels = pack_linear(draw(outputs, inputs, dtype=dtype))
-    assert panels is not None
-    x = draw(256, inputs, dtype=dtype, seed=1)
-    together = packed_linear(x, panels, outputs)
-    for rows in range(1, 18):
-        for first in range(0, 256 - rows, 15):
-            alone = packed_linear(x[first : first + rows], panels, outputs)
-            assert torch.equal(alone, together[first : first + rows]), (first, rows)
-
-
 def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     (_, layer), _ = layers_of(dtype, 960, 1536)
     one, *more = on_threads(
@@ -157,7 +131,3 @@ def test_a_panel_that_a_thread_kept_is_no_other_layers(dtype: torch.dtype) -> No
             torch.testing.assert_close(
                 layer(x).double(), exact(x, weight), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
             )
-
-
-def test_an_odd_number_of_inputs_is_left_to_torch(dtype: torch.dtype) -> None:
-    assert pack_linear(quantized(4, 5).values, dtype) is None

@@ -226,14 +226,6 @@ def test_a_token_has_the_same_bits_decoded_or_prefilled_in_any_chunk(dtype, wind
             assert torch.equal(attend([(queries, end)], **form), whole[end - queries : end]), (chunk, end)
 
 
-def test_a_thread_may_prefill_decode_and_prefill_again(dtype):
-    """Where decoding has matrix tiles of its own, PyTorch's product must set its tiles anew."""
-    spans = [(8, 512), (1, 3072), (8, 256)]
-    form = {"dtype": dtype, "heads": (4, 1), "size": 256}
-    one, two = on_threads((1, 1), lambda: attend(spans, **form))
-    assert torch.equal(one, two)
-
-
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_has_the_same_bits_on_several_threads(dtype, window):
     spans = [(1, 5), (1, 130), (3, 64), (70, 400), (300, 300), (1, 1), (1, 700)]
@@ -378,29 +370,3 @@ def test_without_a_compiler_torch_computes(workshop: Workshop) -> None:
     workshop.compiler.unlink()
     assert_one_line_and_torch(workshop.load(CXX="", PATH="/nonexistent"), "no C++ compiler")
     assert_one_line_and_torch(workshop.load(), "does not run")
-
-
-def test_where_nothing_can_be_kept_torch_computes(workshop: Workshop) -> None:
-    workshop.cache.write_text("a file, where a folder should be")
-    assert_one_line_and_torch(workshop.load(), "Not a directory")
-
-
-def test_a_compiler_that_complains_is_quoted(workshop: Workshop) -> None:
-    text = workshop.compiler.read_text()
-    workshop.compiler.write_text(
-        text.replace("    open(", "    sys.exit('native.h:1: error: unknown machine')\n    open(")
-    )
-    said = workshop.load()
-    assert said[0].startswith("building native CPU kernels")
-    assert_one_line_and_torch(said[1:], "native.h:1: error: unknown machine")
-
-
-@pytest.mark.parametrize("name", ["FLAGS", "SOURCES", "HEADERS"])
-def test_the_key_changes_with_what_the_library_depends_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
-    before = native.key_of_this_machine()
-    other = tmp_path / "other.cpp"
-    other.write_text("// another source")
-    monkeypatch.setattr(native, name, [*getattr(native, name)[1:], "-O1" if name == "FLAGS" else other])
-    assert native.key_of_this_machine() != before

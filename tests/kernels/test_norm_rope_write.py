@@ -50,11 +50,3 @@ def test_one_launch_norms_rotates_and_writes(
         )
     written = [store.view(-1, heads_kv, size)[addresses] for store in results[0][1:]]
     assert torch.equal(written[1], heads[:, -heads_kv:])
-
-
-def test_no_tokens(triton_device: str) -> None:
-    stores = [torch.zeros(1, 4, 2, 16, device=triton_device) for _ in range(2)]
-    heads = torch.zeros(0, 8, 16, device=triton_device)
-    angles = torch.zeros(0, 8, device=triton_device)
-    addresses = torch.zeros(0, dtype=torch.int64, device=triton_device)
-    assert norm_rope_write_triton(heads, None, angles, angles, *stores, addresses).shape == (0, 4, 16)

@@ -71,35 +71,3 @@ def test_the_users_choice_stays() -> None:
     command = ["-c", "import kernels.attention"]
     assert spin_rounds(command, GOMP_SPINCOUNT="77") == ["77"]
     assert spin_rounds(command, OMP_WAIT_POLICY="passive") == ["0"]
-
-
-STEPS = """
-import time
-from common.llm import LLM
-from common.request import SamplingParams
-
-engine = LLM("zoo:llama-tiny", phase=5, max_batch_size=8).engine
-for i in range(8):
-    params = SamplingParams(temperature=0.0, max_new_tokens=200, ignore_eos=True)
-    engine.add_request(engine.create_request([5, 6, 7 + i], params, str(i)))
-engine.step()
-spent = 0.0
-for _ in range(10):
-    engine.step()
-    began = time.process_time()
-    time.sleep(0.05)
-    spent += time.process_time() - began
-print(spent)
-"""
-
-
-@pytest.mark.slow
-def test_workers_sleep_between_two_steps() -> None:
-    """Between two steps, workers take less than half the processor time of workers that spin all the while."""
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("one core: nothing is shared out")
-    limited, unlimited = (
-        float(run(["-c", STEPS], OMP_NUM_THREADS="2", **variables).stdout)
-        for variables in ({}, {"GOMP_SPINCOUNT": "30000000"})
-    )
-    assert limited < unlimited / 2

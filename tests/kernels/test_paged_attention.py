@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -211,13 +210,6 @@ def test_bfloat16_is_as_good_as_its_rounding(triton_device, head_dim, window):
     assert (result.float() - rounded).norm() < 1e-3 * rounded.norm()
 
 
-def test_float16(triton_device):
-    case = Case(EDGES, dtype=torch.float16, device=triton_device)
-    result = case.run()
-    assert result.dtype == torch.float16
-    torch.testing.assert_close(result.double().cpu(), case.oracle(), rtol=2**-10, atol=1e-3)
-
-
 # ---------------------------------------------------------------------- splits
 
 # Lengths within a split, at its end, past it, and of several splits; one query, guesses, and chunks across an end.
@@ -245,63 +237,6 @@ def test_splits_change_nothing(triton_device, memory_starts_as_nan, monkeypatch,
     assert torch.equal(result, case.run(max_length=10**5)), (
         "more programs than splits: they have nothing to do"
     )
-
-
-@pytest.mark.parametrize("loud", [175, *(pytest.param(each, marks=pytest.mark.slow) for each in (5, 340))])
-def test_many_splits_in_use(triton_device, memory_starts_as_nan, monkeypatch, loud):
-    """22 splits are merged in three rounds. The largest score is in a different round in each case."""
-    monkeypatch.setattr(kernels.paged_attention, "SPLIT_COLUMNS", 16)
-    case = Case([20, 345], heads=(4, 2), head_dim=256, device=triton_device)  # tiles of 16 columns
-    case.q[1] *= 0.2  # so that several splits matter, not only the one with the largest score
-    block = case.indices.block_table[1, loud // 16]
-    case.k_store[block, loud % 16] += case.q[1].view(2, 2, 256).mean(1)
-    case.columns[1][0][loud] = case.k_store[block, loud % 16].double().cpu().numpy()
-    assert_exact(case.run(), case)
-    assert torch.equal(case.run(), case.run(split_rows=0))
-
-
-def test_splits_of_the_usual_size(triton_device, memory_starts_as_nan):
-    case = Case([600, 40, (2, 1100)], heads=(6, 2), head_dim=80, block_size=3, device=triton_device)
-    assert_exact(case.run(), case)
-
-
-class Launches:
-    """Stands for a kernel, and records the grids of its launches."""
-
-    def __init__(self) -> None:
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        self.grids.append(grid)
-        return lambda *arguments, **options: None
-
-
-@pytest.mark.parametrize(
-    ("sequences", "window", "attend", "merge"),
-    [
-        ([2000, 200], None, (2, 2, 4), [(2, 4)]),
-        ([500] * 120, None, (120, 2, 1), []),
-        ([200, (100, 4000)], None, (14, 2, 1), []),  # one program computes all splits of a prompt
-        ([2000, (100, 100)], None, (14, 2, 4), [(1, 4)]),
-        ([(9, 2000)], None, (2, 2, 1), []),
-        ([(8, 2000)], None, (1, 2, 4), [(8, 4)]),
-        ([4000], 400, (1, 2, 2), [(1, 4)]),  # at most two splits have columns of the window
-        ([100_000], None, (1, 2, 32), [(1, 4)]),
-    ],
-)
-def test_the_launch_follows_from_what_the_host_knows(monkeypatch, sequences, window, attend, merge):
-    """The tensors are on the meta device, so the host cannot read any number."""
-    attended, merged = Launches(), Launches()
-    monkeypatch.setattr(kernels.paged_attention, "_paged_attention_kernel", attended)
-    monkeypatch.setattr(kernels.paged_attention, "_merge_splits_kernel", merged)
-    case = Case(sequences, heads=(4, 2), window=window, block_size=4096, head_dim=2)
-    for name in ("q", "k_store", "v_store"):
-        setattr(case, name, getattr(case, name).to("meta"))
-    case.run(
-        **{name: getattr(case.indices, name).to("meta") for name in ("block_table", "positions", "tiles")}
-    )
-    assert attended.grids == [attend]
-    assert merged.grids == merge
 
 
 # ---------------------------------------------------------------------- a row's bits
@@ -342,45 +277,6 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
 
 
 @pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("window", [None, 75])
-def test_what_is_visible_is_read_once_and_nothing_else(monkeypatch, window):
-    """No row past a length or before a window is loaded, and no table entry past the last block. Query heads that
-    share keys read them together. The interpreter records the addresses of loads, which a GPU cannot."""
-    triton = pytest.importorskip("triton")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("kernels are compiled in this process")
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    case = Case([1, 33, 150, (5, 150)], heads=(6, 2), head_dim=40, window=window)
-    loads: list[np.ndarray] = []
-    load = InterpreterBuilder.create_masked_load
-
-    def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        loads.append(np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.int64).ravel())
-        return load(self, pointers, mask, *others)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
-    case.run()
-    addresses = np.concatenate(loads)
-
-    def reads(tensor: Tensor) -> Tensor:
-        """Return the number of loads of each element of `tensor`, in its shape."""
-        start, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
-        inside = addresses[(addresses >= start) & (addresses < start + size)]
-        counts = np.bincount((inside - start) // tensor.itemsize, minlength=tensor.numel())
-        return torch.from_numpy(counts).view(tensor.shape)
-
-    for store in (case.k_store, case.v_store):
-        assert torch.equal(reads(store), (~store.isnan()).long())
-    entries = reads(case.indices.block_table) > 0
-    expected = torch.zeros_like(entries)
-    for b, (keys, _) in enumerate(case.columns):
-        first = 0 if window is None else max(0, len(keys) - (5 if b == 3 else 1) - window + 1)
-        expected[b, first // 16 : -(-len(keys) // 16)] = True
-    assert torch.equal(entries, expected)
-
-
-@pytest.mark.usefixtures("short_splits")
 def test_a_nan_stays_with_its_sequence(triton_device):
     case = Case([40, 150, (20, 30)], device=triton_device)
     before = case.run()
@@ -391,16 +287,6 @@ def test_a_nan_stays_with_its_sequence(triton_device):
     assert torch.equal(after[1, 2:], before[1, 2:])
     assert torch.equal(after[2:], before[2:])
     assert torch.equal(after[0], before[0])
-
-
-@pytest.mark.usefixtures("short_splits")
-def test_nothing_is_written(triton_device):
-    case = Case([33, 1, 150, (20, 40)], device=triton_device)
-    inputs = case.q, case.k_store, case.v_store, case.indices.block_table, case.indices.positions
-    before = [tensor.clone() for tensor in (*inputs, case.indices.tiles)]
-    case.run()
-    for tensor, was in zip((*inputs, case.indices.tiles), before, strict=True):
-        assert torch.equal(tensor.nan_to_num(9.0), was.nan_to_num(9.0))
 
 
 def test_strides_are_followed(triton_device):
@@ -457,57 +343,4 @@ def test_store_offsets_beyond_32_bits(triton_device, shape, strides):
     assert result.isfinite().all()
 
 
-def test_query_offsets_beyond_32_bits(triton_device):
-    case = Case([3, 3, 3], heads=(2, 1), dtype=torch.float16, device=triton_device)
-    expected = case.run()
-    spread = far_apart(128, torch.float16, triton_device).as_strided(case.q.shape, (FAR, 64, 1))
-    spread.copy_(case.q)
-    case.q = spread
-    assert torch.equal(case.run(), expected)
-
-
-def test_no_sequences(triton_device):
-    case = Case([], device=triton_device)
-    assert case.run().shape == (0, 4, 64)
-
-
 # ---------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"v_store": torch.ones(3, 4, 2, 16)},
-            r"v_store \[3, 4, 2, 16\].*\[blocks, block_size, KV heads, 8\]",
-        ),
-        ({"q": torch.ones(2, 4, 16)}, "KV heads, 16"),
-        ({"q": torch.ones(2, 3, 8)}, "3 query heads cannot share 2 KV heads"),
-        ({"q": torch.ones(2, 4, 8, dtype=torch.float16)}, r"q torch\.float16, k_store torch\.float32"),
-        ({"k_store": torch.ones(3, 2, 4, 8).transpose(1, 2)}, "same strides"),
-        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions \[3\] \[2\]"),
-        ({"tiles": torch.zeros(2, 2, dtype=torch.int32)}, r"tiles \[2, 2\] \[I, 3\]"),
-        ({"window": 0}, "at least 1.*but is 0"),
-    ],
-)
-def test_what_does_not_fit_is_named(change, message):
-    indices = {
-        "block_table": torch.zeros(2, 2, dtype=torch.int64),
-        "positions": torch.zeros(2, dtype=torch.int64),
-        "tiles": torch.zeros(2, 3, dtype=torch.int32),
-        "split_rows": 0,
-        "max_length": 0,
-        "tile_queries": 1,
-    }
-    arguments = {
-        "q": torch.ones(2, 4, 8),
-        "k_store": torch.ones(3, 4, 2, 8),
-        "v_store": torch.ones(3, 4, 2, 8),
-        "scale": 1.0,
-        "window": None,
-    }
-    given = arguments | indices | change
-    for name in indices:
-        indices[name] = given.pop(name)
-    with pytest.raises(ValueError, match=message):
-        paged_attention_triton(**given, indices=PagedIndices(**indices))

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import kernels.rope
-from kernels.rope import rope
-from tests.kernels.support import BF16, DTYPES, FAR, FP32, HEAD_SIZES, far_apart
+from tests.kernels.support import DTYPES, FP32, HEAD_SIZES
 
 TABLE_ROWS = 500
 
@@ -84,39 +83,3 @@ def test_strides_are_followed(way):
     for x, turned in zip((q, k), rotate(way, q, k, cos, sin, positions), strict=True):
         assert turned.stride(-1) == 1
         way.assert_rounded(turned, oracle(x, cos[positions], sin[positions]))
-
-
-def test_token_offsets_beyond_32_bits(way):
-    store = far_apart(256, BF16, way.device)
-    small_q, small_k, positions = make_heads(3, 3, 1, 64, BF16, way.device)
-    q = store.as_strided((3, 3, 64), (FAR, 64, 1))
-    k = store.as_strided((3, 1, 64), (FAR, 64, 1), storage_offset=192)
-    q.copy_(small_q)
-    k.copy_(small_k)
-    table = make_table(64, way.device)
-    expected = rotate(way, small_q, small_k, *table, positions)
-    assert all(map(torch.equal, rotate(way, q, k, *table, positions), expected))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": torch.ones(3, 1, 8)}, r"q \[2, 3, 8\] and k \[3, 1, 8\]"),
-        ({"k": torch.ones(2, 1, 6)}, r"q \[2, 3, 8\] and k \[2, 1, 6\]"),
-        ({"cos": torch.ones(9, 8), "sin": torch.ones(9, 8)}, "half of q's head size 8"),
-        ({"sin": torch.ones(1, 4)}, "half of q's head size 8"),
-        ({"positions": torch.zeros(1, dtype=torch.int64)}, "positions must have one row"),
-        ({"positions": None}, "cos must have one row for each of q's 2 tokens, but has 9"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(change, message):
-    arguments = {
-        "q": torch.ones(2, 3, 8),
-        "k": torch.ones(2, 1, 8),
-        "cos": torch.ones(9, 4),
-        "sin": torch.ones(9, 4),
-        "positions": torch.zeros(2, dtype=torch.int64),
-    }
-    rope(**arguments)
-    with pytest.raises(ValueError, match=message):
-        rope(**(arguments | change))

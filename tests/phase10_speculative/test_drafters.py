@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.request import Request, SamplingParams
-from phase10_speculative.drafters import MOST_TOKENS, Dictionary, NgramDrafter
+from phase10_speculative.drafters import Dictionary, NgramDrafter
 from phase10_speculative.scheduler import MOST_SALTS
 from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
 from tests.support.engines import build, greedy, run
@@ -36,11 +36,6 @@ def test_the_longest_run_is_looked_up_first_and_of_equal_ones_the_latest() -> No
         [1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4], 1
     ) == [50]
     assert NgramDrafter([3, 4, 50, 3, 4, 60, 9, 3, 4]).propose([3, 4, 50, 3, 4, 60, 9, 3, 4], 1) == [60]
-
-
-def test_a_text_that_repeats_itself_up_to_its_end_is_repeated() -> None:
-    text = [7, 8, 9, 7, 8, 9]
-    assert NgramDrafter(text).propose(text, 7) == [7, 8, 9, 7, 8, 9, 7]
 
 
 def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
@@ -116,13 +111,3 @@ def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> No
     for number in range(MOST_SALTS):
         guesses(f"tenant {number}")
     assert guesses("a") == [], "the longest unused texts are dropped"
-
-
-def test_a_dictionary_of_finished_texts_is_bounded() -> None:
-    shared = Dictionary()
-    shared.add(list(range(MOST_TOKENS + 1)))
-    reading = NgramDrafter([7, 8], shared=shared)
-    assert reading.propose([7, 8], 2) == [9, 10]
-    shared.add([1, 2, 3])
-    assert shared.text == [1, 2, 3], "it begins anew"
-    assert reading.propose([7, 8, 9], 2) == [10, 11], "who reads the old texts goes on"

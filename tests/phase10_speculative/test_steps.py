@@ -58,19 +58,6 @@ def test_right_guesses_save_passes(guess: object, most: int) -> None:
     assert (end[0] > 40) if guess is RIGHT else end[0] == 0 < end[1]
 
 
-@pytest.mark.parametrize("blocks", [16, 18, 24])
-def test_nobody_is_preempted_for_a_guess(blocks: int) -> None:
-    """Four answers of 12 tokens after prompts of 4 need four blocks of four columns each."""
-    options = {"block_size": 4, "num_blocks": blocks, "max_seq_len": 32}
-    engines = [build("phase9_pipelined", **options), guessing(WRONG, draft_length=15, **options)]
-    for engine in engines:
-        requests = [add(engine, [number + 1] * 4, greedy(12)) for number in range(4)]
-        assert_answered(run(engine), requests)
-        assert engine.telemetry.counters.preemptions == 0
-        assert_all_free(engine)
-    assert engines[1].telemetry.counters.draft_tokens > 0
-
-
 def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_would_have_been_right() -> None:
     """The text repeats itself in its second half."""
 

@@ -38,12 +38,6 @@ def test_rows_are_the_longest_prompt_and_the_most_new_tokens() -> None:
     assert len(cache.k) == len(cache.v) == 2
 
 
-def test_rows_end_at_the_longest_sequence() -> None:
-    cache = make(max_seq_len=64)
-    reserve(cache, (60, 4), (1, 60))
-    assert cache.block_size == 64
-
-
 def test_memory_returns_with_the_last_member() -> None:
     cache = make()
     first, second = reserve(cache, (3, 4), (3, 4))

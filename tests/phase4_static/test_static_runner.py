@@ -7,7 +7,6 @@ import math
 import pytest
 
 from common.models.layers import CausalLM
-from common.request import SamplingParams
 from phase4_static.cache import StaticKVCache
 from tests.support.engines import (
     EOS,
@@ -15,7 +14,6 @@ from tests.support.engines import (
     add,
     assert_all_free,
     assert_answered,
-    assert_served,
     build,
     continuation,
     end_of,
@@ -49,22 +47,6 @@ def test_a_nan_in_the_embedding_of_a_token_reaches_no_prompt_without_that_token(
     requests = [add(engine, prompt, greedy(1)) for prompt in (b"xyz", b"abcdefg")]
     outputs = run(engine)
     assert_answered(outputs, requests, model)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [greedy(20, ignore_eos=True), SamplingParams(max_new_tokens=20, seed=4)],
-    ids=["greedy", "sampled"],
-)
-def test_mixed_lengths_in_one_batch_give_each_its_tokens_alone(
-    llama: CausalLM, params: SamplingParams
-) -> None:
-    engine = build("static", llama, max_seq_len=256)
-    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (3, 7, 200)]
-    requests = [add(engine, prompt, params) for prompt in prompts]
-    outputs = run(engine)
-    assert engine.telemetry.records[0].padded_tokens == 197 + 193
-    assert_answered(outputs, requests, llama)
 
 
 def test_eos_of_one_row_leaves_the_others_running() -> None:
@@ -123,25 +105,6 @@ def test_an_idle_row_computes_its_last_column_again() -> None:
     assert pool.k[0].view(2, -1)[0, :4].tolist() == [*computed, 0], "its last token is never computed"
 
 
-@pytest.mark.parametrize("failing_step", [0, 2])
-def test_a_pass_that_raises_fails_the_whole_batch_and_the_next_one_works(failing_step: int) -> None:
-    model = RememberingModel()
-    engine = build("static", model, max_batch_size=2)
-    requests = [add(engine, text, greedy(5)) for text in ("one", "two", "three", "four")]
-    outputs = [o for _ in range(failing_step) for o in engine.step()]
-
-    def before_pass(_: object) -> None:
-        raise RuntimeError("boom")
-
-    model.before_pass = before_pass
-    failed = engine.step()
-    assert [(o.request_id, str(o.error), o.finished) for o in failed] == [
-        (request.request_id, "boom", True) for request in requests[:2]
-    ]
-    model.before_pass = lambda _: None
-    assert_served(engine, requests[2:], outputs)
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_cancelled_member_is_neither_sampled_nor_sent(steps: int, llama: CausalLM) -> None:
     engine = build("static", llama)
@@ -152,16 +115,4 @@ def test_a_cancelled_member_is_neither_sampled_nor_sent(steps: int, llama: Causa
     assert [o.finish_reason for o in later if o.request_id == leaves.request_id] == ["cancelled"]
     assert leaves.num_generated_tokens == steps
     assert_answered(outputs + later, [stays], llama)
-    assert_all_free(engine)
-
-
-def test_a_batch_whose_members_are_all_cancelled_leaves_at_once() -> None:
-    model = RememberingModel()
-    engine = build("static", model)
-    requests = [add(engine, text, greedy(9)) for text in ("one", "two")]
-    engine.step()
-    for request in requests:
-        engine.cancel(request.request_id)
-    assert len(engine.step()) == 2
-    assert len(model.calls) == 1
     assert_all_free(engine)

@@ -89,13 +89,6 @@ def test_a_backlogs_time_starts_when_the_batch_before_retires(bench: Bench) -> N
     assert bench.begin() == ["r2"]
 
 
-def test_a_full_backlog_forms_in_the_step_in_which_the_batch_before_retires(bench: Bench) -> None:
-    bench.add(3, 3, 3, 3)
-    bench.begin()
-    end(bench)
-    assert bench.begin() == ["r2", "r3"]
-
-
 def test_five_requests_in_batches_of_two(bench: Bench) -> None:
     bench.add(3, 3, 3, 3, 3)
     batches = []
@@ -123,12 +116,6 @@ def test_while_a_batch_runs_a_step_is_always_due(bench: Bench) -> None:
     bench.begin()
     bench.clock.advance(1.0)
     assert wake(bench) == 0
-
-
-def test_without_a_timeout_no_request_waits() -> None:
-    bench = bench_of(size=4, wait_s=0.0)
-    bench.add(1)
-    assert bench.begin() == ["r0"]
 
 
 # ---------------------------------------------------------------------- and stays whole

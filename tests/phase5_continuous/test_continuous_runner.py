@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.runner import ForwardPass
 from common.kv import KVView
 from common.models.layers import CausalLM
 from kernels.attention_layout import AttentionLayout
@@ -16,31 +15,10 @@ from tests.support.engines import (
     RememberingModel,
     Variant,
     add,
-    assert_all_free,
     assert_answered,
-    end_of,
     greedy,
     run,
 )
-
-
-def test_a_pass_has_at_least_one_sequence() -> None:
-    with pytest.raises(ValueError, match="at least one sequence"):
-        ForwardPass(())
-
-
-def test_newcomers_are_prefilled_in_one_pass_without_padding(variant: Variant) -> None:
-    model = RememberingModel()
-    engine = variant.build(model)
-    for prompt in (b"abc", b"abcdefg", b"a"):
-        add(engine, prompt, greedy(2))
-    engine.step()
-    (prefill,) = model.calls
-    assert (prefill.tokens, prefill.query_lengths) == (3 + 7 + 1, (3, 7, 1))
-    assert prefill.logit_rows == [2, 9, 10]
-    run(engine)
-    assert engine.telemetry.counters.padded_tokens == 0
-    assert engine.telemetry.counters.idle_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -67,21 +45,6 @@ def test_newcomers_prompts_are_cut_into_passes_of_so_many_tokens(
     assert [call.query_lengths for call in model.calls] == passes
     assert [o.request_id for o in outputs] == [r.request_id for r in requests]
     assert_answered(outputs + run(engine), requests)
-
-
-def test_a_failed_pass_leaves_the_steps_other_prompts_alone(variant: Variant) -> None:
-    def before_pass(sequences: list[list[int]]) -> None:
-        if any(ids[0] == ord("!") for ids in sequences):
-            raise RuntimeError("boom")
-
-    model = RememberingModel(before_pass=before_pass)
-    engine = variant.build(model, max_prefill_pass_tokens=4)
-    first, sick, after = (add(engine, prompt, greedy(3)) for prompt in (b"abc", b"!bc", b"xyz"))
-    outputs = run(engine)
-    assert str(end_of(outputs, sick).error) == "boom"
-    assert engine.telemetry.counters.failed_passes == 1, "the guilty one's own, which nobody shared"
-    assert_answered(outputs, [first, after])
-    assert_all_free(engine)
 
 
 def test_a_mixed_step_decodes_first(variant: Variant) -> None:

@@ -39,15 +39,6 @@ def test_a_finished_request_leaves_in_the_next_step_and_the_first_waiting_one_ge
     assert bench.waiting == []
 
 
-def test_requests_that_end_in_the_same_step_leave_together(variant: Variant) -> None:
-    bench = variant.bench(max_batch_size=4, max_seq_len=16)
-    requests = bench.add(*[3] * 8)
-    bench.step()
-    for request in requests[:3]:
-        request.finish("length")
-    assert bench.step() == (["r3"], [("r4", 0, 3), ("r5", 0, 3), ("r6", 0, 3)])
-
-
 def test_no_more_than_the_batch_run(bench: Bench) -> None:
     bench.add(*[3] * 7)
     bench.step()
@@ -66,17 +57,6 @@ def test_free_seats_count_as_room(variant: Variant) -> None:
     requests[0].finish("length")
     bench.step()
     assert bench.scheduler.queue_room() == 1
-
-
-def test_the_queue_stops_at_a_request_that_finds_no_memory(variant: Variant) -> None:
-    """No request overtakes another, even if it would fit."""
-    bench = variant.bench(max_batch_size=4, max_seq_len=16)
-    slots = [bench.pool.allocate_slot() for _ in range(3)]
-    bench.add(3, 3)
-    assert bench.step() == ([], [("r0", 0, 3)])
-    assert bench.step() == (["r0"], [])
-    bench.pool.free_slot(slots[0])
-    assert bench.step() == (["r0"], [("r1", 0, 3)])
 
 
 @pytest.mark.parametrize("state", [RequestState.PREFILL, RequestState.DECODE])

@@ -33,33 +33,6 @@ def test_exhaustion_leaves_no_trace() -> None:
     assert len(allocator.allocate(1, "b")) == 1
 
 
-def test_freed_blocks_are_used_again() -> None:
-    allocator = allocator_of(2)
-    blocks = allocator.allocate(2, "a")
-    allocator.free(blocks[:1])
-    assert allocator.allocate(1, "b") == blocks[:1]
-    allocator.free(blocks)
-    assert sorted(allocator.allocate(2, "c")) == [0, 1]
-
-
-@pytest.mark.parametrize("count", [0, 1, 4])
-def test_allocating_nothing_is_empty(count: int) -> None:
-    allocator = allocator_of(4)
-    allocator.allocate(count, "a")
-    assert allocator.allocate(0, "b") == []
-    assert allocator.num_allocated == count
-
-
-def test_a_pool_of_no_blocks() -> None:
-    allocator = allocator_of(0)
-    assert allocator.can_allocate(0)
-    assert not allocator.can_allocate(1)
-    assert allocator.allocate(0, "a") == []
-    with pytest.raises(OutOfBlocksError):
-        allocator.allocate(1, "a")
-    assert (allocator.num_free, allocator.num_allocated, allocator.allocated_block_ids()) == (0, 0, set())
-
-
 def test_a_negative_count_is_refused() -> None:
     allocator = allocator_of(4)
     before = state(allocator)
@@ -115,18 +88,6 @@ def test_blocks_in_no_table() -> None:
     assert allocator.find_unreferenced_blocks([7]) == set(blocks), (
         "a free block in a table is no allocated one"
     )
-
-
-def test_allocated_block_ids_is_a_copy() -> None:
-    allocator = allocator_of(4)
-    blocks = allocator.allocate(2, "a")
-    copy = allocator.allocated_block_ids()
-    assert copy == set(blocks)
-    copy.clear()
-    assert allocator.allocated_block_ids() == set(blocks)
-    copy = allocator.allocated_block_ids()
-    allocator.free(blocks)
-    assert copy == set(blocks)
 
 
 def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:

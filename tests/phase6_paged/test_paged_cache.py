@@ -107,16 +107,6 @@ def test_a_block_in_no_table_is_found_and_reclaimed() -> None:
     assert_consistent(pool)
 
 
-def test_an_audit_reclaims_slots_without_a_holder_and_lost_blocks() -> None:
-    pool = pool_of(8)
-    holder, forgotten = seat(pool, 6), seat(pool, 9)
-    pool.allocator.allocate(1, owner=77)
-    assert pool.audit([holder, forgotten]) == 1
-    assert pool.audit([holder, request(3)]) == 1, "one slot, with its three blocks"
-    assert pool.audit([holder]) == 0
-    assert pool.allocator.num_allocated == 2
-
-
 # ---------------------------------------------------------------------- any history
 
 

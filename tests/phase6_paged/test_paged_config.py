@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from phase5_continuous.cache import SlottedKVCache
-from phase6_paged.cache import PagedKVCachePool
 from tests.support.engines import Variant, add, assert_served, greedy
 from tests.support.pools import paged
 
@@ -39,16 +37,6 @@ def test_batch_and_blocks_are_independent(variant: Variant) -> None:
     assert [tuple(layer.shape) for layer in (*pool.k, *pool.v)] == [(7, 4, 1, 1)] * 2
 
 
-def test_contiguous_takes_no_notice_of_the_block_options(variant: Variant) -> None:
-    options = {"kv_cache_backend": "contiguous", "max_batch_size": 3, "max_seq_len": 50}
-    plain, with_blocks = variant.config(**options), variant.config(**options, block_size=7, num_blocks=1)
-    assert plain.kv_tokens() == with_blocks.kv_tokens() == 150
-    assert plain.kv_formula() == with_blocks.kv_formula() == "3 × 50"
-    pool = variant.build(**options, block_size=7, num_blocks=1).runner.pool
-    assert isinstance(pool, SlottedKVCache)
-    assert (pool.block_size, pool.max_request_tokens()) == (50, 50)
-
-
 def test_a_pool_smaller_than_one_sequence_is_legal_and_said(
     variant: Variant, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,13 +47,3 @@ def test_a_pool_smaller_than_one_sequence_is_legal_and_said(
     ]
     request = add(engine, b"abcdef", greedy(6))
     assert_served(engine, [request])
-
-
-@pytest.mark.parametrize("num_blocks", [16, 17])
-def test_a_pool_of_one_whole_sequence_is_nothing_to_warn_of(
-    variant: Variant, num_blocks: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        engine = variant.build(num_blocks=num_blocks, block_size=4, max_seq_len=64)
-    assert caplog.records == []
-    assert isinstance(engine.runner.pool, PagedKVCachePool)

@@ -8,7 +8,6 @@ import pytest
 
 from common.models.layers import CausalLM
 from common.request import SamplingParams
-from phase6_paged.cache import PagedKVCachePool
 from tests.support.engines import (
     ALLERGEN,
     Allergic,
@@ -70,13 +69,3 @@ def test_after_a_failed_pass_a_leak_is_reclaimed_and_counted(variant: Variant, p
     assert_answered(outputs + run(engine), [runs])
     assert (pool.allocator.num_free, counters.reclaimed_slots) == (30, planted)
     assert_consistent(pool)
-
-
-def test_without_a_failure_nobody_audits(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    def audit(*_: object) -> int:
-        raise AssertionError("audited in health: it costs a walk over all tables")
-
-    monkeypatch.setattr(PagedKVCachePool, "audit", audit)
-    engine = variant.build(block_size=2, num_blocks=12)
-    add(engine, [1] * 4, greedy(5))
-    run(engine)

@@ -29,10 +29,6 @@ def bench_of(variant: Variant, num_blocks: int, block_size: int = 1, **options: 
     return variant.bench(num_blocks=num_blocks, block_size=block_size, **options)
 
 
-def slots_of(variant: Variant, **options: Any) -> Bench:
-    return variant.bench(kv_cache_backend="contiguous", max_batch_size=2, **options)
-
-
 # ---------------------------------------------------------------------- admission
 
 
@@ -50,14 +46,6 @@ def test_a_fifth_of_the_free_pool_is_kept_back(variant: Variant, free: int, admi
     bench.hold(50)
     bench.add(200, 300)
     assert bench.admitted() == admitted
-
-
-def test_without_a_budget_only_the_seats_limit(variant: Variant) -> None:
-    """The pool has slots of full length, so it has no budget of tokens."""
-    bench = slots_of(variant)
-    bench.add(1000, 2000, 3000)
-    assert bench.pool.free_token_capacity() is None
-    assert bench.admitted() == ["r0", "r1"]
 
 
 @pytest.mark.parametrize(("free_blocks", "count"), [(4, 1), (5, 2)])
@@ -106,23 +94,6 @@ def test_seats_limit_too(variant: Variant) -> None:
     bench = bench_of(variant, 1000, max_batch_size=3)
     bench.add(1, 1, 1, 1, 1)
     assert bench.admitted() == ["r0", "r1", "r2"]
-
-
-def test_the_whole_prompt_is_reserved_at_admission_and_its_first_token_is_not(variant: Variant) -> None:
-    bench = bench_of(variant, 10, block_size=4)
-    bench.add(8)
-    assert bench.admitted() == ["r0"]
-    assert bench.pool.allocator.num_allocated == 2
-
-
-def test_a_batch_larger_than_the_slots_of_equal_bytes(variant: Variant) -> None:
-    """8 slots of 4096 tokens have the bytes of 2048 blocks of 16. A fifth of them is kept back."""
-    bench = bench_of(variant, 8 * 4096 // 16, block_size=16, max_batch_size=200, max_waiting_requests=300)
-    bench.add(*[256] * 200)
-    assert len(bench.admitted()) == int(128 * 0.8)
-    for _ in range(3):
-        bench.step()
-    assert len(bench.active) > 8 * 12
 
 
 def test_free_seats_that_memory_cannot_fill_count_as_room_in_the_queue(variant: Variant) -> None:
@@ -183,14 +154,6 @@ def test_the_oldest_grows_first(variant: Variant) -> None:
     assert bench.pool.capacity(older.slot) == 3
 
 
-def test_one_who_is_the_latest_preempts_itself(variant: Variant) -> None:
-    bench = bench_of(variant, 4)
-    bench.hold(2)
-    bench.hold(2).token_ids.append(1)
-    bench.make_room()
-    assert (bench.active, bench.waiting) == (["r0"], ["r1"])
-
-
 def test_several_preempted_at_once_keep_their_order_of_arrival(variant: Variant) -> None:
     bench = bench_of(variant, 5)
     oldest, *_ = [bench.hold(1) for _ in range(5)]
@@ -199,15 +162,6 @@ def test_several_preempted_at_once_keep_their_order_of_arrival(variant: Variant)
     bench.make_room()
     assert (bench.active, bench.waiting) == (["r0", "r1"], ["r2", "r3", "r4", "r5"])
     assert bench.scheduler.preemptions == 3
-
-
-def test_preempted_over_several_steps_keep_their_order_of_arrival(variant: Variant) -> None:
-    bench = bench_of(variant, 12)
-    bench.add(2, 2, 2)
-    while bench.waiting != ["r1", "r2"]:
-        bench.step()
-        assert bench.waiting == sorted(bench.waiting)
-        assert bench.active[0] == "r0", "the oldest is never preempted"
 
 
 def test_one_who_was_preempted_in_a_step_does_not_come_straight_back(variant: Variant) -> None:
@@ -219,15 +173,6 @@ def test_one_who_was_preempted_in_a_step_does_not_come_straight_back(variant: Va
         bench.step()
         assert bench.scheduler.preemptions == before or set(bench.active) < set(active)
     assert bench.scheduler.preemptions > 0
-
-
-def test_slots_never_preempt(variant: Variant) -> None:
-    bench = slots_of(variant, max_seq_len=16)
-    bench.add(2, 2)
-    for _ in range(14):
-        bench.step()
-    bench.begin()
-    assert (bench.active, bench.scheduler.preemptions) == (["r0", "r1"], 0)
 
 
 def test_a_cancelled_request_is_not_preempted_for_it_leaves_first(variant: Variant) -> None:
@@ -275,19 +220,6 @@ def test_a_request_that_can_never_fit_is_refused_at_submit(
     assert_answered(run(engine), [largest])
 
 
-def test_those_who_decode_grow_before_anybody_is_admitted(variant: Variant) -> None:
-    """The new request needs four of the five free tokens, but five decoding requests need one each in this step."""
-    engine = engine_of(variant, 35, 1, max_batch_size=6)
-    decoders = [add(engine, [i + 1] * 5, greedy(8)) for i in range(5)]
-    engine.step()
-    engine.step()
-    assert paged(engine).free_token_capacity() == 5
-    newcomer = add(engine, [9] * 4, greedy(2))
-    assert [output.request_id for output in engine.step()] == ids(decoders)
-    assert (newcomer.state, engine.scheduler.preemptions) == (RequestState.WAITING, 0)
-    assert paged(engine).free_token_capacity() == 0
-
-
 def test_a_prompt_that_fits_the_pool_never_waits_forever(variant: Variant) -> None:
     """A prompt that needs more than 80 % of the pool runs as soon as no other request does."""
     engine = engine_of(variant, 10)
@@ -297,11 +229,3 @@ def test_a_prompt_that_fits_the_pool_never_waits_forever(variant: Variant) -> No
     assert_answered(outputs, requests)
     assert [output.request_id for output in outputs if output.completion_tokens == 1] == ids(requests)
     assert_all_free(engine)
-
-
-def test_sixteen_requests_at_batch_16(variant: Variant) -> None:
-    engine = engine_of(variant, 200, max_batch_size=16)
-    requests = [add(engine, [i + 1] * (1 + 3 * i % 17), greedy(6 + i % 5)) for i in range(16)]
-    outputs = engine.step()
-    assert len(outputs) == 16
-    assert_served(engine, requests, outputs)

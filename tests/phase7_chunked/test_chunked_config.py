@@ -41,21 +41,6 @@ def test_contradictions_refuse_to_start_with_the_reason(variant: Variant, name: 
     assert f"{name} has no meaning without use_chunked_prefill: leave one of them out" in error["msg"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        WITHOUT,
-        WITHOUT | {"max_prefill_pass_tokens": 1},
-        {"prefill_token_budget": None, "prefill_chunk_size": 1, "mixed_batches": False},
-        {"prefill_token_budget": 100, "prefill_chunk_size": 512, "max_prefill_chunks_per_step": 3},
-        {"prefill_chunk_size": 100_000},  # longer than any prompt: a prompt is one chunk
-        {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7},
-    ],
-)
-def test_what_goes_together_starts(variant: Variant, options: dict[str, Any]) -> None:
-    variant.config(**options)
-
-
 @pytest.mark.parametrize(("backend", "pool"), [("paged", PagedKVCachePool), ("contiguous", SlottedKVCache)])
 def test_the_pool_that_an_option_chooses(variant: Variant, backend: str, pool: type) -> None:
     assert type(variant.pool(kv_cache_backend=backend)) is pool

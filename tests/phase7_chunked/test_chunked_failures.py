@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 
 from common.engine.engine import Engine
-from common.errors import NaNLogitsError
 from common.request import Request, RequestState, StepOutput
 from tests.support.engines import (
     ALLERGEN,
     Allergic,
     Variant,
     add,
-    assert_all_free,
-    assert_answered,
     assert_served,
     end_of,
     greedy,
     ids,
-    nan_model,
-    run,
 )
 
 CHUNK = 8
@@ -118,31 +113,3 @@ def test_a_preemption_in_chunk_2_of_4(engine_of: Build, mixed: bool) -> None:
     assert [output.request_id for output in told] == ids(decoders)
     assert_held_by(engine, decoders)
     assert_served(engine, [*decoders, victim], outputs + told)
-
-
-@pytest.mark.parametrize("mixed", [True, False])
-def test_a_request_that_fails_beside_other_chunks_fails_alone(engine_of: Build, mixed: bool) -> None:
-    engine = engine_of(Allergic(), mixed_batches=mixed, prefill_token_budget=None)
-    victim = add(engine, prompt_with(ALLERGEN, at=CHUNK), greedy(5))
-    others = [add(engine, [i + 3] * (4 * CHUNK - i), greedy(6)) for i in range(3)]
-    outputs = run(engine)
-    assert str(end_of(outputs, victim).error) == "allergic"
-    assert_answered(outputs, others)
-    # Three passes fail: of four chunks, of the two with the victim's, and of the victim's alone.
-    assert engine.telemetry.counters.failed_passes == 3
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("mixed", [True, False])
-def test_a_nan_in_chunk_2_stays_with_its_owner(engine_of: Build, mixed: bool) -> None:
-    model = nan_model()
-    engine = engine_of(model, mixed_batches=mixed, num_blocks=24)
-    neighbours = [add(engine, list(range(20 + i, 28 + 2 * i)), greedy(20, ignore_eos=True)) for i in range(2)]
-    outputs = engine.step() + engine.step()
-    sick = add(engine, prompt_with(ALLERGEN, at=CHUNK + 3), greedy(5))
-    while not sick.is_terminal:
-        outputs += engine.step()
-    assert isinstance(end_of(outputs, sick).error, NaNLogitsError)
-    assert sick.prefill_progress == 4 * CHUNK, "only the last chunk has logits to look at"
-    heir = add(engine, [7, 8], greedy(20, ignore_eos=True))
-    assert_served(engine, [*neighbours, heir], outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -91,14 +90,6 @@ def test_blocks_for_the_whole_prompt_are_reserved_at_admission(variant: Variant)
     assert bench.pool.allocator.num_allocated == 60
 
 
-def test_without_chunked_prefill_a_step_computes_whole_prompts(variant: Variant) -> None:
-    bench = variant.bench(num_blocks=500, block_size=1, use_chunked_prefill=False)
-    bench.add(2)
-    bench.step()
-    bench.add(300, 40)
-    assert bench.step() == (["r0"], [("r1", 0, 300), ("r2", 0, 40)])
-
-
 # ---------------------------------------------------------------------- a budget of tokens
 
 
@@ -132,43 +123,6 @@ def test_cap_and_budget_hold_together(variant: Variant) -> None:
     assert bench.step()[1] == [("r2", 4, 8), ("r3", 2, 4)]
 
 
-@pytest.mark.parametrize("budget", [1, 3, 4, 7, 8, 9, 10, None])
-def test_only_the_budget_cuts_a_prompt_that_is_no_longer_than_a_chunk(
-    variant: Variant, budget: int | None
-) -> None:
-    bench = bench_of(variant, budget=budget)
-    lengths = (4, 1, 3, 2, 4)
-    bench.add(*lengths)
-    cut = 0
-    while prefill := bench.step()[1]:
-        left = [lengths[int(name[1:])] - end for name, _, end in prefill]
-        assert not any(left[:-1]), "whole, or the rest of what was cut before"
-        if left[-1]:
-            assert sum(end - start for _, start, end in prefill) == budget, "cut where the budget ends"
-            cut += 1
-    ends = list(itertools.accumulate(lengths))
-    step_ends = [] if budget is None else range(budget, ends[-1], budget)
-    assert cut == sum(end not in ends for end in step_ends)
-
-
-def test_short_prompts_share_the_budget(variant: Variant) -> None:
-    bench = bench_of(variant)
-    bench.add(1, 2, 1, 1, 2)
-    assert bench.step() == ([], [("r0", 0, 1), ("r1", 0, 2), ("r2", 0, 1)])
-    assert bench.step() == (["r0", "r1", "r2"], [("r3", 0, 1), ("r4", 0, 2)])
-
-
-def test_the_last_chunk_of_a_long_prompt_leaves_tokens_for_the_next_prompt(variant: Variant) -> None:
-    bench = bench_of(variant)
-    bench.add(6, 1, 9, 1)
-    assert bench.step()[1] == [("r0", 0, 4)]
-    assert bench.step()[1] == [("r0", 4, 6), ("r1", 0, 1), ("r2", 0, 1)]
-    # r3 would fit into the step, but does not overtake r2.
-    assert bench.step()[1] == [("r2", 1, 5)]
-    assert bench.step()[1] == [("r2", 5, 9)]
-    assert bench.step()[1] == [("r3", 0, 1)]
-
-
 @pytest.mark.parametrize("budget", [3, CHUNK, 2 * CHUNK, 10, None])
 def test_the_work_of_a_step_is_bounded_and_its_budget_is_used(variant: Variant, budget: int | None) -> None:
     bench = bench_of(variant, budget=budget, max_batch_size=6)
@@ -197,32 +151,6 @@ def test_prompts_that_have_begun_advance_before_new_prompts(variant: Variant) ->
     assert bench.step()[1] == [("r1", 12, 16), ("r3", 0, 4)]
     assert bench.step()[1] == [("r3", 4, 6), ("r1", 16, 20)]
     assert first.state is second.state is DECODE
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, None])
-def test_prompts_that_have_begun_advance_oldest_first(variant: Variant, most: int | None) -> None:
-    bench = bench_of(variant, budget=None)
-    requests = bench.add(12, 12, 12)
-    bench.step()
-    bench.scheduler.active.reverse()
-    capped: Any = bench_of(variant, budget=None, chunks=most).scheduler
-    capped.active = bench.scheduler.active
-    assert capped.prefill_requests() == requests[:most]
-    bounded: Any = bench_of(variant, budget=None if most is None else most * CHUNK).scheduler
-    assert [(c.request, c.start, c.end) for c in bounded.chunks(requests)] == [
-        (each, 4, 8) for each in requests[:most]
-    ]
-    assert bench.step()[1] == [("r0", 4, 8), ("r1", 4, 8), ("r2", 4, 8)]
-
-
-def test_a_request_that_arrives_between_chunks_joins_the_next_pass(variant: Variant) -> None:
-    bench = bench_of(variant, budget=None)
-    bench.add(12)
-    assert bench.step()[1] == [("r0", 0, 4)]
-    bench.add(3)
-    assert bench.step()[1] == [("r0", 4, 8), ("r1", 0, 3)]
-    bench.add(9)
-    assert bench.step() == (["r1"], [("r0", 8, 12), ("r2", 0, 4)])
 
 
 # ---------------------------------------------------------------------- preemption
@@ -258,13 +186,3 @@ def test_a_decoding_request_that_is_preempted_prefills_all_its_tokens_in_chunks(
     while young.state is not DECODE:
         chunks += bench.step()[1]
     assert chunks == [("r1", s, min(s + CHUNK, total)) for s in range(0, total, CHUNK)]
-
-
-def test_a_cancelled_request_is_out_of_the_next_plan(variant: Variant) -> None:
-    bench = bench_of(variant, budget=None)
-    _, second = bench.add(12, 12)
-    bench.step()
-    second.cancel()
-    assert bench.step()[1] == [("r0", 4, 8)]
-    assert second.slot is None
-    assert bench.pool.allocator.num_allocated == 12

@@ -11,7 +11,7 @@ from phase5_continuous.cache import SlottedKVCache
 from phase6_paged.cache import PagedKVCachePool
 from phase8_prefix import Config
 from phase8_prefix.cache import PrefixCachingPool
-from tests.support.engines import Variant, add, greedy, run
+from tests.support.engines import Variant
 
 
 def test_slots_cannot_be_shared_and_the_reason_is_told() -> None:
@@ -35,12 +35,3 @@ def test_slots_cannot_be_shared_and_the_reason_is_told() -> None:
 )
 def test_the_pool_that_options_choose(options: dict[str, Any], pool: type) -> None:
     assert type(Variant("phase8_prefix").pool(**options)) is pool
-
-
-@pytest.mark.parametrize("options", [{}, {"mixed_batches": False}, {"use_chunked_prefill": False}], ids=str)
-def test_every_kind_of_schedule_finds_what_is_there(options: dict[str, Any]) -> None:
-    engine = Variant("phase8_prefix", options).build(block_size=4)
-    for expected in (0, 16):
-        own = add(engine, [1] * 20, greedy(2))
-        run(engine)
-        assert own.cached_tokens == expected

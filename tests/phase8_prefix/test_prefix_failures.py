@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine.engine import Engine
 from common.errors import NaNLogitsError
@@ -70,24 +69,6 @@ def test_a_pass_fails_after_its_first_chunk_was_shared(mixed: bool) -> None:
     assert again.cached_tokens == CHUNK, "chunk 1 was sound; of chunk 2 nothing was registered"
     assert engine.telemetry.counters.reclaimed_slots == 0
     assert_sound(engine, outputs, [friend, again])
-
-
-def test_nothing_of_a_failed_pass_is_found() -> None:
-    """The pass fails after it has written whole blocks."""
-    model = RememberingModel()
-    engine = engine_of(model)
-
-    def fail(_: object) -> None:
-        raise RuntimeError("after the last layer")
-
-    model.before_pass = fail
-    victim = add(engine, SHARED * 2, greedy(4))
-    assert str(end_of(run(engine), victim).error) == "after the last layer"
-    model.before_pass = lambda _: None
-    heir = add(engine, SHARED * 2, greedy(4))
-    outputs = run(engine)
-    assert heir.cached_tokens == 0
-    assert_sound(engine, outputs, [heir])
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -175,24 +156,6 @@ def test_a_cancellation_while_another_uses_the_prefix(state: RequestState) -> No
     assert_sound(engine, outputs, [friend, heir])
 
 
-def test_a_leak_beside_a_full_tree_is_reclaimed_and_the_tree_is_not() -> None:
-    engine = engine_of(Allergic())
-    keeps = add(engine, SHARED * 2, greedy(2))
-    outputs = run(engine)
-    pool = caching(engine)
-    pool.allocator.allocate(2, owner=77)
-    victim = add(engine, sick_prompt(), greedy(4))
-    outputs += run(engine)
-    assert str(end_of(outputs, victim).error) == "allergic"
-    assert engine.telemetry.counters.reclaimed_slots == 2
-    again = add(engine, SHARED * 2, greedy(2))
-    outputs += run(engine)
-    assert again.cached_tokens == 12
-    assert_answered(outputs, [keeps, again])
-    assert_consistent(pool)
-    assert pool.allocator.num_free == 60
-
-
 class Unreadable:
     """A layer's store whose check runs out of memory."""
 
@@ -226,30 +189,3 @@ def test_out_of_memory_while_a_prefix_is_looked_at_only_leaves_it_unshared(
     outputs += run(engine)
     assert heir.cached_tokens == CHUNK
     assert_sound(engine, outputs, [unlucky, heir])
-
-
-def test_blocks_are_looked_at_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no memory for a copy of a long prompt's blocks."""
-    engine = engine_of(block_size=8, max_seq_len=128, prefill_chunk_size=96)
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and not result._is_view():
-                largest = max(largest, result.numel())
-            return result
-
-    pool = caching(engine)
-    register = pool.register_prefix
-
-    def sized(request: Request, columns: int) -> None:
-        with Sizes():
-            register(request, columns)
-
-    monkeypatch.setattr(pool, "register_prefix", sized)
-    add(engine, SHARED * 12, greedy(2))
-    run(engine)
-    assert len(list(pool.tree.walk())) == 12
-    assert largest <= 4 * 12, "two bounds of each of 12 blocks, of keys and of values"

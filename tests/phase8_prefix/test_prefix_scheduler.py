@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from common.engine.engine import Engine
 from common.request import Request, RequestState, StepOutput
-from phase8_prefix.tree import Node, PrefixTree
 from tests.support.engines import add, assert_all_free, assert_answered, build, greedy, run
 from tests.support.pools import assert_consistent, caching
 
@@ -44,15 +42,6 @@ def test_at_least_the_last_token_is_computed(length: int, found: int) -> None:
     assert engine.telemetry.counters.prefill_tokens - computed == length - found
     assert_answered(outputs, [first, second])
     assert_all_free(engine)
-
-
-def test_a_request_for_its_prompts_scores_computes_the_whole_prompt() -> None:
-    engine = engine_of()
-    add(engine, SYSTEM, greedy(1))
-    run(engine)
-    scored, friend = (add(engine, own(1), greedy(1, prompt_logprobs=top)) for top in (0, None))
-    engine.scheduler.admit(engine.runner.pool)
-    assert (scored.cached_tokens, friend.cached_tokens) == (0, 24)
 
 
 def test_a_second_turn_begins_after_the_first_ones_answer() -> None:
@@ -95,48 +84,6 @@ def test_those_of_a_burst_look_again_when_they_begin() -> None:
     assert_answered(outputs, requests)
     assert_all_free(engine)
     assert_consistent(pool)
-
-
-def test_whoever_is_next_looks_for_hits_and_only_in_a_tree_that_has_grown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = engine_of(400, max_batch_size=20, max_waiting_requests=20)
-    requests = [add(engine, own(i, 16), greedy(20)) for i in range(20)]
-    outputs = engine.step()  # admits all requests; none has a hit
-    looked: list[int] = []
-    match = PrefixTree.match
-
-    def recorded(tree: PrefixTree, token_ids: Sequence[int], *others: Any) -> list[Node]:
-        looked.append(token_ids[-1])
-        return match(tree, token_ids, *others)
-
-    monkeypatch.setattr(PrefixTree, "match", recorded)
-    for _ in range(4):  # prompts of 40 tokens, 8 a step
-        outputs += engine.step()
-    assert (requests[0].prefill_progress, looked) == (40, []), "while the first one prefills nobody is next"
-    for _ in range(6):  # each has 16 tokens that are not cached, which take two steps
-        outputs += engine.step()
-    assert looked == [1, 2, 3]
-    pool = caching(engine)
-    for _ in range(3):
-        pool.match_prefix(requests[9])
-    assert looked == [1, 2, 3, 9], "the tree has grown since its admission, and not since"
-    outputs += run(engine)
-    assert [r.cached_tokens for r in requests] == [0] + [24] * 19
-    assert_answered(outputs, requests)
-
-
-def test_a_hit_is_not_begun_those_who_have_computed_go_on_first() -> None:
-    engine = engine_of()
-    add(engine, SYSTEM, greedy(1))
-    run(engine)
-    late, early = add(engine, own(1, 30), greedy(1)), add(engine, [9] * 30, greedy(1))
-    late.arrival, early.arrival = early.arrival, late.arrival  # `early` was admitted second, and came first
-    engine.step()
-    assert (late.prefill_progress, early.prefill_progress) == (24, 8)
-    late.arrival = -1
-    engine.step()
-    assert (late.prefill_progress, early.prefill_progress) == (24, 16), "24 tokens found are no beginning"
 
 
 def test_twins_are_kept_until_their_sequence_lets_go() -> None:
@@ -207,26 +154,6 @@ def test_hits_on_blocks_that_nobody_uses_cost_what_they_were_worth() -> None:
     assert pool.cost(Request("friend", own(1, 24), greedy(1)), 48) == 48
 
 
-def test_first_come_stays_first_served_however_hot_the_next_ones_prefix() -> None:
-    engine = engine_of(18)
-    active_beside(engine, SYSTEM)
-    large, hot = add(engine, [1] * 40, greedy(1)), add(engine, own(1, 4), greedy(1))
-    engine.step()
-    assert [large.state, hot.state] == [RequestState.WAITING] * 2
-
-
-def test_a_prompt_that_fits_the_pool_never_waits_forever() -> None:
-    """The tree fills the pool, but all of its blocks can be evicted."""
-    engine = engine_of(10)
-    outputs: list[StepOutput] = []
-    requests = []
-    for i in range(6):
-        requests.append(add(engine, [i + 1] * 37, greedy(3)))
-        outputs += run(engine)
-    assert engine.telemetry.counters.evictions > 0
-    assert_answered(outputs, requests)
-
-
 def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:
     """Running requests use all blocks. New requests wait, decoding ones preempt, and all are answered at last."""
     engine = engine_of(11, max_batch_size=4, prefill_token_budget=None)
@@ -263,14 +190,6 @@ def test_one_who_was_preempted_finds_its_own_blocks_and_they_are_no_hits() -> No
 # ---------------------------------------------------------------------- outputs and telemetry
 
 
-def test_every_output_says_what_was_found() -> None:
-    engine = engine_of()
-    add(engine, SYSTEM, greedy(1))
-    run(engine)
-    add(engine, own(1), greedy(3))
-    assert {o.cached_tokens for o in run(engine)} == {24}
-
-
 def test_telemetry_has_the_hit_rate_and_the_steps_have_the_hits() -> None:
     engine = engine_of(12)
     for number in range(3):
@@ -284,21 +203,6 @@ def test_telemetry_has_the_hit_rate_and_the_steps_have_the_hits() -> None:
     assert counters["evictions"] > 0
     hits = [(s["prompt_tokens"], s["cached_tokens"]) for s in snapshot["steps"] if s["prompt_tokens"]]
     assert hits == [(29, 0), (29, 24), (29, 24), (40, 0)]
-
-
-def test_a_reset_forgets_those_who_are_done_and_not_retired_yet() -> None:
-    """Their clients have their answers, and may request the reset at once."""
-    engine = engine_of()
-    done = add(engine, [5] * 8, greedy(1))
-    engine.step()
-    assert done.is_terminal
-    assert done.slot is not None
-    assert engine.reset_prefix_cache() == 2
-    assert done.slot is None
-    again = add(engine, [5] * 8, greedy(2))
-    assert_answered(run(engine), [again])
-    assert again.cached_tokens == 0
-    assert_all_free(engine)
 
 
 def test_a_reset_forgets_what_nobody_uses() -> None:

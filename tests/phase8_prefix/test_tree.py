@@ -68,13 +68,6 @@ def test_a_salt_keeps_texts_apart(salt: str, other: str) -> None:
     assert blocks(tree.insert([1, 2], [2, 3], other)) == [2, 3]
 
 
-def test_token_ids_are_compared_and_not_only_hashed() -> None:
-    assert hash((-1,)) == hash((-2,)), "equal hashes"
-    tree = PrefixTree(1)
-    tree.insert([5, -1], [0, 1])
-    assert blocks(tree.match([5, -2])) == [0]
-
-
 def test_what_somebody_uses_is_not_evicted() -> None:
     tree = PrefixTree(1)
     a, b = tree.insert([1, 2, 3], [0, 1, 2]), tree.insert([1, 2, 4], [7, 8, 3])
@@ -86,15 +79,6 @@ def test_what_somebody_uses_is_not_evicted() -> None:
     tree.release(b)
     assert tree.evict(9) == [3, 1, 0], "leaves first; a parent that becomes one goes in the same call"
     assert list(tree.walk()) == []
-
-
-def test_an_unused_path_that_is_inserted_again_is_in_use() -> None:
-    tree = tree_of([1, 2, 3, 4])
-    path = tree.insert([1, 2, 3, 4], [5, 6])
-    assert blocks(path) == [0, 1]
-    assert tree.evict(2) == []
-    tree.release(path)
-    assert tree.evict(2) == [1, 0]
 
 
 def test_the_least_recently_used_goes_first() -> None:

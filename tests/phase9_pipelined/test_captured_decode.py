@@ -181,36 +181,6 @@ def test_guesses_are_verified_by_the_paged_kernel() -> None:
     assert_all_free(engine)
 
 
-@in_the_interpreter
-def test_penalties_are_applied_in_the_graph() -> None:
-    """Seats of requests with penalties are reused by others, and some steps have a prompt beside them."""
-    model = tiny_model()
-    options = {"max_batch_size": 3, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 4}
-    engine = build("phase9_pipelined", model, **options)
-    stream = runner_of(engine).stream = RowStream([4])
-    kinds: list[dict[str, Any]] = [
-        {"frequency_penalty": 0.7, "presence_penalty": 0.2},
-        {"repetition_penalty": 2.5},
-        {"prompt_logprobs": 1},  # its prompt is computed while nothing is in flight
-        {"frequency_penalty": -1.0},
-        {},
-        {"repetition_penalty": 0.6},
-    ]
-    lengths = (15, 4, 6, 9, 5, 6)
-    requests = [
-        add(
-            engine,
-            [(3 * i + j) % 250 for j in range(3 + 2 * i)],
-            SamplingParams(temperature=0.0, max_new_tokens=length, ignore_eos=True, **kind),
-        )
-        for i, (kind, length) in enumerate(zip(kinds, lengths, strict=True))
-    ]
-    assert_answered(run(engine), requests, model)
-    assert ("sample", "drawn") in stream.keys
-    assert not [key for key in stream.keys if key[:2] == ("sample", True)], "sampled outside of the graph"
-    assert_all_free(engine)
-
-
 @pytest.mark.gpu
 def test_a_graph_holds_for_any_number_of_rows_up_to_its_own() -> None:
     stream = CudaStream(torch.device("cuda"), graph_sizes(32))

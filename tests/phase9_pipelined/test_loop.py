@@ -183,16 +183,6 @@ def test_a_zombie_keeps_its_seat_until_its_last_step_is_read() -> None:
     assert_served(engine, [second], outputs)
 
 
-def test_a_cancelled_request_ends_at_once_and_its_results_are_dropped() -> None:
-    engine, _stream, (victim, other) = started(2)
-    engine.step()
-    engine.cancel(victim.request_id)
-    outputs = engine.step()
-    assert end_of(outputs, victim).finish_reason == "cancelled"
-    assert tokens_of(outputs, victim) == []
-    assert_served(engine, [other], outputs)
-
-
 def test_no_row_is_computed_beyond_max_tokens() -> None:
     model = RememberingModel()
     engine, _ = engine_of(model)
@@ -233,30 +223,6 @@ def test_a_new_prompt_begins_within_two_commits(mode: str) -> None:
     if mode == "drained":
         assert len(runner_of(engine).state.steps) == 1, "alone in flight: what came before has been read"
     assert_served(engine, [running, newcomer], outputs)
-
-
-def test_a_request_decodes_while_its_last_chunk_is_in_flight() -> None:
-    model = RememberingModel()
-    engine, _stream = engine_of(model, prefill_chunk_size=2)
-    request = add(engine, [4, 4, 4, 4, 4], greedy(3))
-    engine.step()
-    engine.step()
-    assert request.state is RequestState.PREFILL
-    engine.step()
-    assert (request.state, request.pending_tokens) == (RequestState.DECODE, 1)
-    engine.step()
-    assert request.pending_tokens == 2
-    outputs = run(engine)
-    assert tokens_of(outputs, request) == continuation([4] * 5, 3)
-    assert computed(model) == [((2,), (2,)), ((2,), (4,)), ((1,), (5,)), ((1,), (6,)), ((1,), (7,))]
-
-
-def test_a_full_batch_is_not_drained_for_a_prompt_without_a_seat() -> None:
-    engine, _stream, _ = started(2, prefill_mode="drained", max_batch_size=2)
-    engine.step()
-    add(engine, [1, 2, 3], greedy(2))
-    engine.step()
-    assert len(runner_of(engine).state.steps) == MAX_IN_FLIGHT
 
 
 def test_blocks_are_shared_once_their_step_is_committed() -> None:
@@ -366,20 +332,6 @@ def test_a_request_runs_out_of_time_during_a_pause() -> None:
     assert engine.next_wake() is None
     engine.resume()
     assert run(engine) == []
-    assert_all_free(engine)
-
-
-def test_a_request_cancelled_during_a_pause_ends_and_its_memory_is_free() -> None:
-    engine, _, (request, other) = started(2)
-    engine.pause()
-    engine.step()
-    engine.cancel(request.request_id)
-    assert engine.is_due
-    assert end_of(engine.step(), request).finish_reason == "cancelled"
-    assert request.slot is None
-    assert not engine.is_due
-    engine.resume()
-    assert end_of(run(engine), other).finish_reason == "length"
     assert_all_free(engine)
 
 

@@ -41,14 +41,6 @@ def test_a_step_that_fails_once_is_computed_again_and_no_token_changes(place: st
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("place", ["sample 2", "submit sample 2", "forward 3", "submit forward 3"])
-def test_a_step_with_penalties_that_fails_once_is_computed_again(place: str) -> None:
-    engine, stream = engine_of()
-    stream.faults[place] = RuntimeError("cosmic ray")
-    requests = [add(engine, [i, 1], greedy(7, presence_penalty=1e-9)) for i in range(3)]
-    assert_served(engine, requests)
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_only_requests_that_cause_a_failure_fail(depth: int) -> None:
     engine, _ = engine_of(Allergic(), pipeline_depth=depth)
@@ -59,26 +51,6 @@ def test_only_requests_that_cause_a_failure_fail(depth: int) -> None:
     assert_answered(outputs, others)
     next_one = add(engine, [3, 3], greedy(4))
     assert_served(engine, [next_one])
-
-
-def test_a_request_that_ends_in_the_failed_step_is_not_computed_behind_it() -> None:
-    engine, stream = engine_of()
-    stream.faults["sample 1"] = RuntimeError("cosmic ray")
-    short = add(engine, [1, 2], greedy(2))
-    long = add(engine, [3, 4], greedy(6))
-    assert_served(engine, [short, long])
-
-
-def test_a_request_can_be_cancelled_while_its_step_fails() -> None:
-    engine, stream = engine_of()
-    stream.faults["forward 1"] = RuntimeError("cosmic ray")
-    victim, other = add(engine, [1, 2], greedy(6)), add(engine, [3, 4], greedy(6))
-    outputs = engine.step() + engine.step()
-    engine.cancel(victim.request_id)
-    outputs += run(engine)
-    assert end_of(outputs, victim).finish_reason == "cancelled"
-    assert_answered(outputs, [other])
-    assert_all_free(engine)
 
 
 # ---------------------------------------------------------------------- the device

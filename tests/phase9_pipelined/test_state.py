@@ -47,28 +47,9 @@ def complete_stranger(state: State) -> None:
     state.on_step_completed(Step())
 
 
-def complete_twice(state: State) -> None:
-    step = Step()
-    state.on_launch(step)
-    state.on_pending_commit()
-    state.on_step_completed(step)
-    state.on_step_completed(step)
-
-
 def launch_twice_the_same_request(state: State) -> None:
     member = Member()
     state.on_launch(Step([member, member]))
-
-
-def sample_twice(state: State) -> None:
-    state.on_pending_commit()
-    state.on_pending_commit()
-
-
-def launch_three(state: State) -> None:
-    for _ in range(MAX_IN_FLIGHT + 1):
-        state.on_launch(Step())
-        state.on_pending_commit()
 
 
 Move = Callable[[State], None]
@@ -101,15 +82,6 @@ MOVES: list[Move] = [
     launch_twice_the_same_request,
 ]
 CASES = [(situation, move) for situation in SITUATIONS for move in MOVES]
-#: A situation, moves whose last one is refused, and the situation after the refusal.
-SEQUENCES: list[tuple[str, Move, str]] = [
-    ("", complete_twice, ""),
-    ("S", complete_twice, "SS"),  # already the first completion is refused: the step is not the oldest
-    ("L", sample_twice, "S"),
-    ("SL", sample_twice, "SS"),
-    ("", launch_three, "SS"),
-    ("S", launch_three, "SS"),
-]
 
 
 def situation_of(state: State) -> str:
@@ -143,23 +115,6 @@ def test_legal_moves_change_the_state_and_all_others_are_refused(situation: str,
     assert situation_of(state) == situation, "a refused move changes nothing"
     assert list(state.steps) == steps
     assert [member.inflight_refs for step in steps for member in step.members] == references
-
-
-@pytest.mark.parametrize(("situation", "moves", "left"), SEQUENCES, ids=named)
-def test_the_same_move_again_is_refused(situation: str, moves: Move, left: str) -> None:
-    state = reach(situation)
-    with pytest.raises(PipelineError):
-        moves(state)
-    assert situation_of(state) == left
-
-
-@pytest.mark.parametrize("situation", SITUATIONS, ids=named)
-def test_has_room_launched_and_oldest_describe_the_state(situation: str) -> None:
-    state = reach(situation)
-    assert len(state.steps) == len(situation)
-    assert state.has_room == (len(situation) < MAX_IN_FLIGHT)
-    assert (state.launched is None) == ("L" not in situation)
-    assert state.oldest is (state.steps[0] if situation.startswith("S") else None)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=named)

@@ -9,7 +9,7 @@ import torch
 
 import phase9_pipelined
 from common.devices.graphs import graph_sizes
-from common.devices.streams import TapeStream, ThreadStream
+from common.devices.streams import TapeStream
 from common.engine.scheduling import StepPlan
 from common.request import Request, SamplingParams
 from common.startup.warm_up import capture
@@ -75,22 +75,6 @@ def test_a_recording_that_fails_late_fails_nobody_else() -> None:
         "computed one by one, without it"
     )
     assert engine.telemetry.counters.failed_passes > 0
-
-
-def test_steps_may_be_called_from_python() -> None:
-    engine = zoo_engine(captured_steps=False)
-    assert isinstance(runner_of(engine).stream, ThreadStream)
-    assert engine.add_request(
-        engine.create_request([5, 6], SamplingParams(max_new_tokens=5, ignore_eos=True))
-    )
-    assert len(run(engine)) == 5
-
-
-@needs_native
-def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
-    stream = runner_of(zoo_engine(pass_threads=3)).stream
-    assert isinstance(stream, TapeStream)
-    assert stream.threads == 3
 
 
 @needs_native

@@ -115,14 +115,3 @@ def test_the_same_requests_make_the_same_plans(phase: int, options: dict[str, An
     assert counters.preemptions == expected.preemptions
     assert counters.evictions == expected.evictions
     assert counters.requests_finished == len(coming)
-
-
-def test_the_settings_preempt_find_prefixes_and_evict() -> None:
-    """So the test above compares preemptions, prefix hits, evictions, padding and idle rows."""
-    found = {"preemptions": 0, "cached_tokens": 0, "evictions": 0, "padded_tokens": 0, "idle_rows": 0}
-    for phase, options in ((4, {}), (6, TIGHT), (8, TIGHT)):
-        engine = both(phase, **options)[1]
-        serve(engine, crowd(seed=phase))
-        for name in found:
-            found[name] += getattr(engine.telemetry.counters, name)
-    assert all(found.values()), found

@@ -11,7 +11,7 @@ from benchmarks.files import load_comparisons
 from benchmarks.results import RESULTS
 from benchmarks.tables import load_tables
 from simulator import Arrival, LinearCost, Timelines, run, simulate_engine
-from simulator.__main__ import find_workload, main, parser, simulate
+from simulator.__main__ import main, parser, simulate
 from simulator.calibrate import main as calibrate
 from simulator.plan import main as plan
 from simulator.predict import PREDICTIONS
@@ -28,11 +28,6 @@ def test_one_table_for_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in printed
 
 
-def test_prices_of_a_measured_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--phases", "7,9", "--machine", "AMD", "--requests", "8"]) == 0
-    assert "prices of AMD" in capsys.readouterr().out
-
-
 def test_what_if_there_were_fewer_seats_and_shorter_chunks() -> None:
     options = parser().parse_args(
         [
@@ -46,16 +41,6 @@ def test_what_if_there_were_fewer_seats_and_shorter_chunks() -> None:
     assert 1 < first.server_metrics.mean_batch <= 2
     assert second.server_metrics.steps > first.server_metrics.steps
     assert second.server.label == "phase 7, prefill-chunk-size=64"
-
-
-def test_steps_of_int8_weights_take_half_the_reading() -> None:
-    options = parser().parse_args(
-        [*GPU, "--requests", "8", "--phases", "7", "--variant", "7:quantize=int8", "--rate", "table"]
-    )
-    plain, int8 = simulate(options, Console(quiet=True))
-    assert plain.metrics is not None
-    assert int8.metrics is not None
-    assert int8.metrics.itl_s.p50 < plain.metrics.itl_s.p50
 
 
 def test_the_rate_is_scaled_to_what_is_simulated() -> None:
@@ -96,11 +81,6 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_workload_of_equal_requests() -> None:
-    found = find_workload(parser().parse_args(["--workload", "64+32", "--requests", "7"]))
-    assert (found.requests, found.longest) == (7, 96)
-
-
 # ---------------------------------------------------------------------- several engines
 
 
@@ -135,18 +115,6 @@ def test_prefix_routing_finds_more_in_memory() -> None:
     assert cached("random") < 0.8 * cached("prefix")
 
 
-def test_engines_have_clocks_of_their_own() -> None:
-    """Two engines at work do not wait for each other: two requests take as long as one."""
-
-    def seconds(engines: int, requests: int) -> float:
-        made = [simulate_engine(7, LinearCost(pass_base_s=0.01), max_batch_size=1) for _ in range(engines)]
-        arrivals = [Arrival(i, 0.0, range(8), 20) for i in range(requests)]
-        return run(made, arrivals, Timelines(), route=Routed(POLICIES["round_robin"]()))
-
-    assert seconds(2, 2) == seconds(1, 1)
-    assert seconds(1, 2) == pytest.approx(2 * seconds(1, 1))
-
-
 def test_the_plan_makes_its_table(tmp_path: Path) -> None:
     assert plan(["--replicas", "1", "3", "--requests", "6", "--out", str(tmp_path)]) == 0
     (table,) = load_tables(tmp_path)
@@ -168,8 +136,3 @@ def test_calibrating_writes_both_tables(tmp_path: Path) -> None:
     assert {table.name for table in load_tables(tmp_path)} == {COSTS, PREDICTIONS}
     (predicted,) = [table for table in load_tables(tmp_path) if table.name == PREDICTIONS]
     assert len(predicted.rows) == 2
-
-
-def test_calibrating_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert calibrate(["--results", str(tmp_path)]) == 2
-    assert "no runs" in capsys.readouterr().err

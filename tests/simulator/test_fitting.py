@@ -16,7 +16,7 @@ from simulator.fitting import cost_of, fit_group, fit_prices, held_out
 from simulator.observers import Durations
 from simulator.predict import figures, simulate_run
 from simulator.prices import PRICES, SYNCHRONOUS, Fit, Group, costs_table, find_cost, load_fits
-from simulator.replay import options_of, replay
+from simulator.replay import replay
 
 LINEUP = "20261125-140318"  # the published comparison of all phases
 
@@ -49,25 +49,6 @@ def test_known_prices_are_found() -> None:
     assert (amounts @ found).sum() == pytest.approx(seconds.sum())  # even if single steps do not fit
 
 
-def test_a_price_that_would_be_negative_is_none() -> None:
-    amounts = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = fit_prices(amounts, np.array([3.0, 2.0, 1.0]))
-    assert found[1] == 0.0
-    assert found[0] == pytest.approx(2.0)
-
-
-def test_kinds_that_always_come_together_share_a_price() -> None:
-    amounts = np.array([[1.0, 2.0, 2.0], [1.0, 5.0, 5.0], [1.0, 9.0, 9.0]])
-    found = fit_prices(amounts, amounts @ np.array([3.0, 0.0, 1.0]))
-    assert found == pytest.approx([3.0, 0.5, 0.5])
-
-
-def test_a_kind_of_work_that_no_step_has_costs_nothing() -> None:
-    assert fit_prices(np.array([[2.0, 0.0], [4.0, 0.0]]), np.array([1.0, 2.0])) == pytest.approx([0.5, 0.0])
-    with pytest.raises(ValueError, match="no steps"):
-        fit_prices(np.zeros((0, 2)), np.zeros(0))
-
-
 @pytest.mark.parametrize(
     ("workload", "phase"), [("mixed", 4), ("mixed", 5), ("mixed", 6), ("multi_turn", 8), ("mixed", 9)]
 )
@@ -81,13 +62,6 @@ def test_a_measured_run_is_planned_alike_in_every_step(workload: str, phase: int
         record.completion_tokens for record in run.requests
     )
     assert all(work.held <= work.columns for step in found.steps for work in step.works)
-
-
-def test_a_run_with_another_schedule_is_noticed() -> None:
-    run = committed("mixed", 6)
-    assert run.server.options is not None
-    run.server.options["max-batch-size"] = "7"
-    assert replay(run).same_share < 0.9
 
 
 def test_prices_of_a_run_predict_it() -> None:
@@ -115,19 +89,6 @@ def test_fits_survive_their_file(tmp_path: Path) -> None:
     assert find_cost(read, "dummy:x", SYNCHRONOUS, "mach").group.revision == "def"
     with pytest.raises(ValueError, match="nothing was measured of dummy:y"):
         find_cost(read, "dummy:y", SYNCHRONOUS, "")
-
-
-def test_every_committed_file_of_prices_is_read() -> None:
-    assert {fit.group.mode for fit in load_fits(RESULTS)} >= {SYNCHRONOUS}
-
-
-def test_options_as_a_config_takes_them() -> None:
-    from phase7_chunked import Config
-
-    given = {"max-batch-size": "24", "no-mixed-batches": "", "prefill-token-budget": "none"}
-    found = options_of(Config, given)
-    assert found == {"max_batch_size": "24", "mixed_batches": False, "prefill_token_budget": None}
-    assert Config(**found).max_batch_size == 24
 
 
 def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
@@ -160,11 +121,3 @@ def test_percentiles_of_a_histogram_are_close_to_the_exact_ones() -> None:
         assert durations.percentile(share) == pytest.approx(expected, rel=2e-3, abs=1e-9)
     assert durations.max == max(values)
     assert Durations().percentiles() is None
-
-
-def test_one_run_of_each_published_server_is_usable() -> None:
-    """A server without a run that has its steps would be missing from the tables without notice."""
-    for each in published():
-        if each.runs[0].comparison == LINEUP:
-            kept = [run.server.label for run in each.runs if run.engine_steps]
-            assert sorted(kept) == sorted(each.labels)

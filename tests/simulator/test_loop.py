@@ -73,16 +73,6 @@ def test_every_request_ends_once_and_all_memory_comes_back(phase: int) -> None:
     assert starts == sorted(starts)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_same_arrivals_take_the_same_course(phase: int) -> None:
-    first, second = Timelines(), Timelines()
-    engines = [tight(phase), tight(phase)]
-    for simulated, seen in zip(engines, (first, second), strict=True):
-        run(simulated, crowd(30), seen)
-    assert first == second
-    assert engines[0].telemetry.records == engines[1].telemetry.records
-
-
 def test_time_is_what_the_cost_says() -> None:
     """The times of one request alone are computed by hand."""
     simulated, seen = engine(7, prefill_chunk_size=8), Timelines()
@@ -114,13 +104,6 @@ def test_a_pipelined_engine_hides_the_host() -> None:
     assert gap(9, 0.03) == pytest.approx(0.03)
 
 
-def test_a_static_batch_waits_for_company_in_virtual_time() -> None:
-    seen = Timelines()
-    cost = LinearCost(pass_base_s=0.01)
-    run(engine(4, cost, batch_wait_timeout_s=5.0), [Arrival(0, 0.0, range(8), 1)], seen)
-    assert seen.requests[0].ttft_s == pytest.approx(5.01)
-
-
 def test_clients_that_wait_for_an_answer() -> None:
     seen = Timelines()
     arrivals = [
@@ -136,31 +119,6 @@ def test_clients_that_wait_for_an_answer() -> None:
     assert third.sent_s == second.finished_s
 
 
-def test_clients_that_wait_for_an_answer_from_a_full_server() -> None:
-    """Nothing more is read while the server is full. A client's next request is read with its first one."""
-    arrivals = [
-        Arrival(2 * client + turn, 0.0, range(8), 5, after=2 * client if turn else None)
-        for client in range(6)
-        for turn in range(2)
-    ]
-    run(engine(5, max_batch_size=1, max_waiting_requests=1), arrivals, seen := Timelines())
-    assert sorted(record.index for record in seen.requests) == list(range(12))
-    sent = {record.index: record.sent_s for record in seen.requests}
-    ended = {record.index: record.finished_s for record in seen.requests}
-    assert all(sent[index] == ended[index - 1] for index in range(1, 12, 2))
-
-
-def test_a_chat_finds_what_was_said_before() -> None:
-    simulated = engine(8, block_size=4)
-    prompt = list(range(32))
-    run(
-        simulated,
-        [Arrival(0, 0.0, prompt, 9), Arrival(1, 0.0, [99] * 4, 2, after=0, continues=True)],
-        Timelines(),
-    )
-    assert simulated.telemetry.counters.cached_tokens == 40  # of 32 + 9, the last not computed
-
-
 @pytest.mark.parametrize(
     ("arrivals", "message"),
     [
@@ -174,13 +132,6 @@ def test_arrivals_that_cannot_be_served_are_named(arrivals: Sequence[Arrival], m
         run(simulated, arrivals, Timelines())
     run(simulated, [Arrival(9, 0.0, range(5), 7)], seen := Timelines())
     assert seen.requests[-1].completion_tokens == 7
-
-
-def test_an_engine_that_computes_is_refused() -> None:
-    from tests.support.engines import build
-
-    with pytest.raises(TypeError, match="simulate_engine"):
-        run(build("chunked"), [], Timelines())
 
 
 def test_arrivals_are_read_only_as_places_become_free() -> None:

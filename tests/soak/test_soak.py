@@ -22,21 +22,3 @@ def test_nothing_is_lost(phase: str) -> None:
     assert ended == added
     assert (row["held for nobody"], row["files"], row["threads"]) == (0, 0, 0)
     assert after.counters["requests_cancelled"] > before.counters["requests_cancelled"]
-
-
-@pytest.mark.slow
-def test_a_wrong_answer_a_lost_one_and_a_kind_refusal_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, told = soak.Clients._answer, []
-
-    async def altered(self: soak.Clients, *args: object, **kwargs: object) -> str:
-        told.append(1)
-        if len(told) % 5 == 0:
-            raise ConnectionError("lost")
-        return await answer(self, *args, **kwargs) + "!"  # type: ignore[arg-type]
-
-    monkeypatch.setattr(soak.Clients, "_answer", altered)
-    monkeypatch.setattr(soak, "malformed", lambda draw: {"model": soak.MODEL, "prompt": "x", "max_tokens": 1})
-    tally, *_ = soak.soak("9", requests=120, clients=8)
-    assert any("lost" in each for each in tally.wrong)
-    assert any("alone" in each for each in tally.wrong)
-    assert any("200" in each for each in tally.wrong)

@@ -1,4 +1,4 @@
-"""The token identity suite's parts: models, variants of phases, and the answers that `generate` gives alone."""
+"""Compares the tokens and logits of an engine's answers with those of `generate()` for each request alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from common.sampling.draw import Sampled
 from common.sampling.inputs import TokenMasks
-from common.startup.phases import find_phase, phase_names
+from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
@@ -37,132 +37,6 @@ from tests.support.engines import Variant
 
 MAX_SEQ_LEN = 384
 MAX_POSITIONS = 1600  # of the trained models
-
-
-VARIANTS = [
-    Variant("phase4_static", {"batch_wait_timeout_s": 0.0}),
-    Variant("phase5_continuous"),
-    Variant("phase5_continuous", {"max_prefill_pass_tokens": 40}),
-    Variant("phase6_paged"),
-    Variant("phase6_paged", {"kv_cache_backend": "contiguous"}),
-    Variant("phase6_paged", {"block_size": 1}),
-    Variant("phase6_paged", {"block_size": 64, "num_blocks": 12}),
-    Variant("phase7_chunked", {"prefill_chunk_size": 16}),
-    Variant(
-        "phase7_chunked",
-        {
-            "prefill_chunk_size": 7,
-            "prefill_token_budget": None,
-            "block_size": 4,
-            "max_prefill_pass_tokens": 16,
-        },
-    ),
-    Variant(
-        "phase7_chunked",
-        {"prefill_chunk_size": 1, "prefill_token_budget": None, "max_prefill_chunks_per_step": 3},
-    ),
-    Variant("phase7_chunked", {"mixed_batches": False, "prefill_chunk_size": 16, "num_blocks": 48}),
-    Variant("phase7_chunked", {"kv_cache_backend": "contiguous", "prefill_chunk_size": 7}),
-    Variant("phase7_chunked", {"use_chunked_prefill": False}),
-    Variant("phase8_prefix", {"prefill_chunk_size": 16}),
-    Variant("phase8_prefix", {"block_size": 1, "prefill_chunk_size": 7, "prefill_token_budget": None}),
-    Variant("phase8_prefix", {"block_size": 4, "num_blocks": 150, "mixed_batches": False}),
-    Variant("phase8_prefix", {"use_chunked_prefill": False, "block_size": 4}),
-    Variant("phase8_prefix", {"enable_prefix_caching": False}),
-    Variant("phase9_pipelined", {"prefill_chunk_size": 16}),
-    Variant("phase9_pipelined", {"pipeline_depth": 1, "block_size": 4, "num_blocks": 150}),
-    Variant("phase9_pipelined", {"pipeline_depth": 0, "mixed_batches": False, "prefill_chunk_size": 7}),
-    Variant("phase9_pipelined", {"prefill_mode": "drained", "captured_steps": False}),
-    Variant("phase9_pipelined", {"use_chunked_prefill": False, "enable_prefix_caching": False}),
-    Variant("phase10_speculative", {"draft_rows": 64, "draft_length": 15, "block_size": 4}),
-    Variant("phase10_speculative", {"draft_rows": 12, "draft_length": 1, "prefill_chunk_size": 16}),
-    Variant(
-        "phase10_speculative", {"draft_rows": 40, "draft_length": 3, "pipeline_depth": 1, "num_blocks": 30}
-    ),
-    Variant("phase10_speculative", {"draft_rows": 64, "pipeline_depth": 0, "mixed_batches": False}),
-    Variant("phase10_speculative", {"draft_rows": 64, "draft_from_finished": True, "captured_steps": False}),
-    Variant("phase10_speculative"),
-]
-VARIANTS += [Variant(name) for name in phase_names() if name not in {variant.phase for variant in VARIANTS}]
-
-MODELS = (
-    "zoo:llama-tiny",
-    "zoo:qwen3-tiny",
-    "zoo:gemma3-tiny",
-    "random:llama",
-    "random:qwen3",
-    "random:gemma3",
-    "int8:gemma3-tiny",
-)
-#: Models that run in every variant. Gemma has the most features that can go wrong (windows, two thetas), and with
-#: random weights small errors show.
-IN_EVERY_VARIANT = ("zoo:gemma3-tiny", "random:gemma3")
-RARE = ("random:qwen3", "random:gemma3")  # slow in every variant
-
-#: The first variant of each phase.
-PLAIN = list({variant.phase: variant for variant in reversed(VARIANTS)}.values())
-
-#: For requests that may not draw every token: a mask must reach its row in each phase, and where steps overlap or
-#: guesses are verified. It does not depend on blocks and chunks.
-MASKED = [*PLAIN, *(v for v in VARIANTS if hasattr(v.config(), "pipeline_depth") and v not in PLAIN)]
-
-
-def is_quick(model: str, variant: Variant) -> bool:
-    plain = PLAIN if model.startswith("random:") else (PLAIN[0], PLAIN[-1])
-    return model in IN_EVERY_VARIANT or variant in plain
-
-
-def _combinations(models: Sequence[str], variants: Sequence[Variant]) -> list[tuple[str, Variant]]:
-    return [(m, v) for m in models for v in variants if m in IN_EVERY_VARIANT or v in PLAIN]
-
-
-def pairs(
-    models: Sequence[str] = MODELS,
-    variants: Sequence[Variant] = VARIANTS,
-    *,
-    often: Sequence[Variant] = VARIANTS,
-    rare: Sequence[str] = RARE,
-) -> pytest.MarkDecorator:
-    """Run a test on Gemma in every variant, and on the other models in the first variant of each phase.
-
-    A variant decides which rows are computed together and where their keys lie. The other models differ in norms
-    and weights, which do not depend on that.
-
-    Args:
-        often: the variants that the ordinary suite runs.
-        rare: the models that it leaves out.
-    """
-
-    def marks(model: str, variant: Variant) -> list[pytest.MarkDecorator]:
-        quick = is_quick(model, variant) and model not in rare and variant in often
-        return [] if quick else [pytest.mark.slow]
-
-    return pytest.mark.parametrize(
-        ("subject", "variant"),
-        [pytest.param(m, v, id=f"{m}-{v}", marks=marks(m, v)) for m, v in _combinations(models, variants)],
-        indirect=["subject"],
-    )
-
-
-def per_model() -> pytest.MarkDecorator:
-    """Run a test once for each model, with a list of the variants that `pairs` runs one by one.
-
-    Then the oracle computes a drawn request once for all variants. Variants that are slow in `pairs` make a second
-    case.
-    """
-    cases = []
-    for model in MODELS:
-        for slow in (False, True):
-            variants = [
-                variant
-                for _, variant in _combinations([model], VARIANTS)
-                if slow != (is_quick(model, variant) and model not in RARE)
-            ]
-            if variants:
-                name = f"{model}-{len(variants)}-variants"
-                marks = [pytest.mark.slow] * slow
-                cases.append(pytest.param(model, variants, id=name, marks=marks))
-    return pytest.mark.parametrize(("subject", "variants"), cases, indirect=["subject"])
 
 
 @dataclass
@@ -216,17 +90,6 @@ class Subject:
 class Solo:
     tokens: list[int]
     logits: list[Tensor]  # [vocab] for each token
-
-
-def as_served(model: CausalLM, tokenizer: Tokenizer) -> Subject:
-    """Return a subject whose model is packed as in a server. Warns if only bounds can be checked."""
-    model.pack()
-    model.measure_batch_invariance()
-    if not model.batch_invariant:
-        warnings.warn(
-            "not batch invariant here: logits are compared within bounds, not bit for bit", stacklevel=2
-        )
-    return Subject(model, tokenizer)
 
 
 class recorded_logits:
@@ -297,19 +160,19 @@ def random_model(architecture: str) -> CausalLM:
 
 @functools.cache
 def subject_of(name: str) -> Subject:
-    """Return the model `zoo:…` with its trained weights, `int8:…` with these weights quantized, or `random:…` with
-    random weights."""
+    """Return the model of a line of `MODELS`, packed as in a server."""
     kind, _, architecture = name.removesuffix("-tiny").partition(":")
     checkpoint = open_checkpoint(f"zoo:{architecture}-tiny")
     if kind == "random":
         model = random_model(architecture)
     else:
-        model = load_model(
-            checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=MAX_POSITIONS
-        )
-    if kind == "int8":
+        dtype = torch.bfloat16 if "bf16" in kind else torch.float32
+        model = load_model(checkpoint, device=torch.device("cpu"), dtype=dtype, max_positions=MAX_POSITIONS)
+    if "int8" in kind:
         model.quantize()
-    return as_served(model, checkpoint.tokenizer())
+    model.pack()
+    model.measure_batch_invariance()
+    return Subject(model, checkpoint.tokenizer())
 
 
 # ---------------------------------------------------------------------- comparisons
@@ -385,16 +248,32 @@ def assert_same(
         assert difference < LOGIT_BOUND * scale, f"{name}: logits of token {i} differ by {difference}"
 
 
-def check(subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **options: int) -> Engine:
+def check(
+    subject: Subject,
+    variant: Variant,
+    arrivals: Sequence[Arrival],
+    prepare: Callable[[Engine], None] = lambda engine: None,
+    **options: int,
+) -> Engine:
+    """Serve requests, and compare each with the request alone. Returns the engine, which `prepare` may change."""
     engine = subject.engine(variant, **options)
-    with recorded_logits() as logits:
-        tokens = serve(engine, arrivals)
+    prepare(engine)
+    tokens = check_on(engine, subject, arrivals)
     if isinstance(engine.runner, PipelinedRunner):
         # Recording waits for each forward pass, so the requests run a second time without it.
-        assert serve(subject.engine(variant, **options), arrivals) == tokens
-    for name, got in tokens.items():
-        assert_same(name, subject, arrivals[int(name)], got, logits[name])
+        again = subject.engine(variant, **options)
+        prepare(again)
+        assert serve(again, arrivals) == tokens
     return engine
+
+
+def check_on(engine: Engine, subject: Subject, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
+    """Serve requests on an engine that may have served others, and compare each with the request alone."""
+    with recorded_logits() as logits:
+        tokens = serve(engine, arrivals)
+    for name, got in tokens.items():
+        assert_same(f"{engine.config} {name}", subject, arrivals[int(name)], got, logits[name])
+    return tokens
 
 
 def prompt_of(subject: Subject, length: int, seed: int) -> tuple[int, ...]:
