@@ -1,40 +1,19 @@
 """Scale a workload's arrival rates to the machine, so that load divided by capacity is the same on every machine.
 
-The arrival rates in the table `workloads.toml` (4, 6 and 8 requests a second) fit machines of one speed. On a
-slower machine, every server is overloaded, and only the length of the queue is measured. On a faster machine, every
-server idles, and all servers look alike. So the machine's capacity is measured before a comparison, and the rates
-are scaled:
+The rates in `workloads.toml` fit machines of one speed. On a slower machine every server is overloaded, and only
+the length of the queue is measured. On a faster machine every server idles, and all look alike. So the machine's
+capacity is measured before a comparison:
 
 ```text
 capacity  = requests a second that the server completes with a full batch of this workload's average request
 reference = the capacity for which the table's rate is right  = table rate / load
 factor    = capacity / reference                              (rates are multiplied by it)
-
-so that     rate sent / capacity = load                       on every machine
 ```
 
-**The measurement.** The first server of the comparison gets one full batch of requests at once. Each request has
-the workload's mean prompt length and mean answer length. The texts differ, so no cache helps. Requests of equal
-length need no padding and leave no row idle, so even phase 4 loses nothing. The capacity is therefore the
-machine's, not the scheduler's, and phase 5 would give the same number. The workload's own lengths are used because
-the cost of a prompt token relative to a new token differs between a CPU and a GPU. The faster of two rounds counts,
-because other programs on the machine can only slow a round down. The factor of a workload is the same for all
-servers of a comparison.
-
-**The load** (`LOADS`) depends on the effect that a workload is meant to show:
-
-- `continuous_batching`: 1.1. Static batching loses about a third of its capacity to rows whose answers have ended
-  (the longest of eight answers drawn from 64 to 256 has 235 tokens on average, the average answer 160), and more to
-  padding. At a load of 1.1, a static server gets about 1.5 times the requests that it can serve. Its queue grows,
-  while a continuous server is just full. In a simulation of both schedulers, the difference in TTFT is largest at
-  loads from 0.8 to 1.2, and the difference in throughput from 1.0 on. At a load of 2 both servers are overloaded.
-  At 0.5 neither has a queue.
-- `chunked_prefill`: 0.9. Long prompts must arrive while others decode, all the time, but no queue should grow: a
-  stall should come from another request's prompt, not from waiting in the queue.
-- `prefix_caching`: 1.4. A server that prefills the shared 1024 tokens for every request is overloaded; a server
-  that reuses them is not.
-
-Workloads without a rate (bursts, one client) are not scaled: they do not depend on the machine's speed.
+The first server of the comparison gets one full batch of requests at once, all of the workload's mean lengths.
+The texts differ, so no cache helps. Requests of equal length need no padding and leave no row idle, so even phase
+4 loses nothing: the capacity is the machine's, not the scheduler's. The faster of two rounds counts, because
+other programs can only slow a round down. Workloads without a rate (bursts, one client) are not scaled.
 """
 
 from __future__ import annotations
@@ -42,11 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.client import Endpoint
-from benchmarks.loadgen import LoadPlan, run_load
-from benchmarks.results import Calibration, LoadResult
+from benchmarks.loadgen import LoadPlan, LoadResult, run_load
+from benchmarks.results import Calibration
 from benchmarks.workloads import PlannedRequest, PromptWriter, Workload, identical_requests
 
-#: Offered load for which a workload was made, relative to capacity: requests sent per request that could be served.
+#: Offered load for which a workload was made: requests sent per request that could be served. At 1.1, a static
+#: server, which loses a third of its capacity to ended rows, has a growing queue, and a continuous one is just
+#: full. At 0.9 no queue grows, so that a stall comes from another request's prompt. At 1.4, only a server that
+#: reuses the shared tokens is not overloaded.
 LOADS = {
     "continuous_batching": 1.1,
     "chunked_prefill": 0.9,
@@ -87,16 +69,12 @@ def calibrate(
     stall_timeout_s: float = 120.0,
     run: Callable[[LoadPlan], LoadResult] = run_load,
 ) -> Calibration:
-    """Measure a server's capacity for a workload and derive the factor for its rates.
+    """Measure a running server's capacity for a workload and derive the factor for its rates.
 
     Args:
-        workload: the workload; without a rate, its factor is 1 and nothing is measured.
-        endpoint: a running server.
-        writer: makes the prompts.
         batch: sequences that the server computes together.
         measured_on: the server's label, for the report.
         load: the offered load, instead of the workload's own.
-        stall_timeout_s: give up if no token comes for this many seconds.
         run: the function that sends a plan's requests; tests pass a fake.
 
     Raises:
@@ -105,9 +83,22 @@ def calibrate(
     reference = reference_capacity(workload, load)
     if reference is None:
         return Calibration(mode="auto", factor=1.0)
-    rounds_s = [
-        _one_round(workload, endpoint, writer, batch, index, stall_timeout_s, run) for index in range(ROUNDS)
-    ]
+    rounds_s = []
+    for index in range(ROUNDS):
+        requests = identical_requests(
+            writer,
+            count=batch,
+            prompt_tokens=round(workload.mean_prompt_tokens),
+            new_tokens=round(workload.new_tokens.mean),
+            seed=f"calibration:{workload.name}:{index}",
+        )
+        plan = LoadPlan(endpoint, requests, warmup=warmup_requests(writer), stall_timeout_s=stall_timeout_s)
+        try:
+            result = run(plan)
+            result.raise_for_errors()
+        except RuntimeError as error:
+            raise CalibrationError(str(error)) from None
+        rounds_s.append(result.duration_s)
     capacity = batch / min(rounds_s)
     return Calibration(
         mode="auto",
@@ -118,33 +109,6 @@ def calibrate(
         rounds_s=rounds_s,
         measured_on=measured_on,
     )
-
-
-def _one_round(
-    workload: Workload,
-    endpoint: Endpoint,
-    writer: PromptWriter,
-    batch: int,
-    index: int,
-    stall_timeout_s: float,
-    run: Callable[[LoadPlan], LoadResult],
-) -> float:
-    """Send `batch` requests of mean length at once. Returns the seconds from the first request's sending to the end
-    of the last answer."""
-    requests = identical_requests(
-        writer,
-        count=batch,
-        prompt_tokens=round(workload.mean_prompt_tokens),
-        new_tokens=round(workload.new_tokens.mean),
-        seed=f"calibration:{workload.name}:{index}",
-    )
-    plan = LoadPlan(endpoint, requests, warmup=warmup_requests(writer), stall_timeout_s=stall_timeout_s)
-    try:
-        result = run(plan)
-        result.raise_for_errors()
-    except RuntimeError as error:
-        raise CalibrationError(str(error)) from None
-    return result.duration_s
 
 
 def warmup_requests(writer: PromptWriter) -> list[PlannedRequest]:

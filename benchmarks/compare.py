@@ -14,8 +14,7 @@ run, while no server runs. Runs beside busy programs get a note.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,10 +26,9 @@ from benchmarks.calibrate import CalibrationError, calibrate, fixed_factor
 from benchmarks.client import Endpoint
 from benchmarks.environment import cores_taken, is_busy, taken_in_words
 from benchmarks.measure import Measurement, blank_run, measure
-from benchmarks.report import summary
+from benchmarks.report import FIRST_PEER, summary
 from benchmarks.results import Calibration, Lineup, Run, ServerInfo
 from benchmarks.servers import RunningServer, Target, open_server
-from benchmarks.traces import kept_trace
 from benchmarks.workloads import PromptWriter, Workload
 from common.errors import StartupError
 
@@ -149,6 +147,11 @@ def run_once(
     run = blank_run(
         workload, info, calibration, comparison.measurement, lineup=comparison.lineup, repeat=repeat
     )
+    path = None  # of the trace
+    if comparison.trace and comparison.out is not None and target.order < FIRST_PEER:
+        comparison.out.mkdir(parents=True, exist_ok=True)
+        path = (comparison.out / run.file_name).with_suffix(".trace")
+        target = replace(target, options=target.options | {"trace": str(path)})
     server = open_server(target)
     count = workload.count(quick=comparison.measurement.quick)
     task = progress.add_task(f"{workload.name} on {target.label}", total=count, detail="starting")
@@ -162,11 +165,13 @@ def run_once(
             info.version = server.version
             progress.update(task, detail="")
             endpoint = _endpoint(comparison, server, workload)
-            with _traced(comparison, run, server):
-                measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
+            measure(run, workload, endpoint, comparison.writer, comparison.measurement, on_progress)
             died = server.exit_code  # None: the server was still running at the run's end
         info.exit_code = server.exit_code
         _note_the_end(run, died)
+        if comparison.trace:
+            recorded = f"recorded meanwhile: {path.name}" if path else ""
+            run.notes.append(recorded or "no trace: only a phase that is started here records one")
     except StartupError as error:
         run.reason = str(error)
     finally:
@@ -184,21 +189,6 @@ def first_error(log: Sequence[str]) -> Sequence[str]:
     """Return the first line of a server's log that reports an error, and the two lines after it; [] without one."""
     at = next((i for i, line in enumerate(log) if " ERROR " in line), len(log))
     return log[at : at + 3]
-
-
-@contextmanager
-def _traced(comparison: Comparison, run: Run, server: RunningServer) -> Iterator[None]:
-    """Context manager: record a trace of the server beside the run's result, if the comparison asks for traces.
-
-    A note in the run says that a trace was recorded (recording takes time), or why there is none.
-    """
-    if not comparison.trace or comparison.out is None:
-        yield
-        return
-    path = (comparison.out / run.file_name).with_suffix(".trace")
-    with kept_trace(server.url, path, comparison.api_key) as problems:
-        yield
-    run.notes += [f"no trace: {problem}" for problem in problems] or [f"recorded meanwhile: {path.name}"]
 
 
 def _note_the_end(run: Run, died: int | None) -> None:

@@ -1,8 +1,6 @@
 """Writes a model as a Hugging Face folder, for the servers of other projects.
 
-A dummy model is written with its random weights, a GGUF file with dequantized weights.
-
-`python -m benchmarks export llama-135m FOLDER`, `python -m benchmarks export smollm2 FOLDER`
+`python -m benchmarks export NAME FOLDER`: a dummy model is written with its random weights, a GGUF file with dequantized weights.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from common.models.registry import load_model, open_checkpoint
 
 CPU = torch.device("cpu")
 
-#: Fields of config.json that a preset lacks: the model class, and the ids of special tokens. They are copied from
-#: the checkpoint whose tokenizer the dummy uses.
+#: Fields of config.json that a preset lacks, copied from the checkpoint whose tokenizer the dummy uses.
 _LENT = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id")
 
 #: The model class of transformers for each architecture.
@@ -63,17 +60,17 @@ def export(name: str, folder: Path, dtype: str = "auto") -> None:
     tensors = {name: rows.clone() for name, rows in checkpoint_tensors(model).items()}
     save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
     config["dtype"] = str(resolved).removeprefix("torch.")
-    _write(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     if isinstance(checkpoint, DummyCheckpoint):
         for path in checkpoint.tokenizer_folder.iterdir():
             if path.name.startswith("tokenizer") or path.name == "chat_template.jinja":
                 shutil.copy(path, folder)
     elif isinstance(checkpoint, GGUFCheckpoint):
         checkpoint.vocabulary.backend().save(str(folder / "tokenizer.json"))
-        _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +21,7 @@ import httpx
 import orjson
 
 from benchmarks.client import AnswerReader, Endpoint, new_record, send
-from benchmarks.results import Generator, LoadResult, RequestRecord
+from benchmarks.results import Generator, RequestRecord
 from benchmarks.workloads import PlannedRequest
 
 START_DELAY_S = 0.05  # between the warm-up's end and the first request
@@ -49,6 +49,37 @@ class LoadPlan:
     sequential: bool = False
     stall_timeout_s: float = 120.0
     run_timeout_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The timelines of a run's requests, and the load generator's own cost.
+
+    Attributes:
+        origin_s: the machine's monotonic clock when the run's clock was at zero.
+        abort: why the watchdog ended the run early; None: it did not.
+        telemetry_before, telemetry_after: the server's `/telemetry` before and after the run; None: there was no
+            answer.
+    """
+
+    origin_s: float
+    requests: list[RequestRecord]
+    generator: Generator
+    abort: str | None = None
+    telemetry_before: dict[str, Any] | None = None
+    telemetry_after: dict[str, Any] | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """Return the time from the first request's sending to the last answer's end."""
+        sent = min(record.sent_s for record in self.requests if record.sent_s is not None)
+        return max(record.finished_s for record in self.requests if record.finished_s is not None) - sent
+
+    def raise_for_errors(self) -> None:
+        """Raise RuntimeError if a request failed."""
+        errors = [record.error for record in self.requests if record.error is not None]
+        if errors:
+            raise RuntimeError(f"{len(errors)} of {len(self.requests)} requests failed: {errors[0]}")
 
 
 class LoadGeneratorError(RuntimeError):
@@ -87,19 +118,6 @@ def _generate(plan: LoadPlan, results: Connection) -> None:
     results.send(asyncio.run(generate_load(plan, lambda *counts: results.send(counts))))
 
 
-def run_whole_load(
-    endpoint: Endpoint, requests: Sequence[PlannedRequest], warmup: Sequence[PlannedRequest] = ()
-) -> LoadResult:
-    """Send requests in a new process and return the result, in which no request has failed.
-
-    Raises:
-        RuntimeError: a request, or the load generator, failed.
-    """
-    result = run_load(LoadPlan(endpoint, list(requests), list(warmup)))
-    result.raise_for_errors()
-    return result
-
-
 # ---------------------------------------------------------------------------------------------- inside
 
 
@@ -121,7 +139,13 @@ class _Run:
 
     async def everything(self) -> None:
         """Send all requests at their times. Returns when all have ended or were cancelled by the watchdog."""
-        tasks = [asyncio.create_task(job) for job in self._jobs()]
+        pairs = list(zip(self.plan.requests, self.records, strict=True))
+        jobs: list[Coroutine[Any, Any, None]] = [
+            self._conversation(planned, record) for planned, record in pairs if planned.follows is None
+        ]
+        if self.plan.sequential:
+            jobs = [self._one_after_the_other(pairs)]
+        tasks = [asyncio.create_task(job) for job in jobs]
         watchdog = asyncio.create_task(self._watch(tasks))
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         watchdog.cancel()
@@ -130,12 +154,6 @@ class _Run:
         for outcome in outcomes:
             if isinstance(outcome, Exception):  # a bug of the generator, not an error of the server
                 raise outcome
-
-    def _jobs(self) -> list[Any]:
-        pairs = list(zip(self.plan.requests, self.records, strict=True))
-        if self.plan.sequential:
-            return [self._one_after_the_other(pairs)]
-        return [self._conversation(planned, record) for planned, record in pairs if planned.follows is None]
 
     async def _conversation(self, planned: PlannedRequest, record: RequestRecord) -> None:
         """Send a request at its time, then each later turn of its conversation after the answer before it. An error
@@ -239,22 +257,17 @@ async def read_telemetry(client: httpx.AsyncClient, url: str, *, since_step: int
     or does not answer."""
     steps: list[dict[str, Any]] = []
     while True:
-        page = await _read_page(client, url, since_step)
-        if page is None:
+        try:
+            response = await client.get(f"{url}/telemetry", params={"since_step": since_step}, timeout=10.0)
+            page = orjson.loads(response.content) if response.status_code == 200 else None
+        except (httpx.HTTPError, orjson.JSONDecodeError):
+            return None
+        if not isinstance(page, dict) or "counters" not in page:
             return None
         steps += page["steps"]
         since_step = page["next_step"]
         if since_step >= page["counters"]["steps"]:
             return page | {"steps": steps}
-
-
-async def _read_page(client: httpx.AsyncClient, url: str, since_step: int) -> dict[str, Any] | None:
-    try:
-        response = await client.get(f"{url}/telemetry", params={"since_step": since_step}, timeout=10.0)
-        telemetry = orjson.loads(response.content) if response.status_code == 200 else None
-    except (httpx.HTTPError, orjson.JSONDecodeError):
-        return None
-    return telemetry if isinstance(telemetry, dict) and "counters" in telemetry else None
 
 
 async def _warm_up(plan: LoadPlan, client: httpx.AsyncClient) -> None:

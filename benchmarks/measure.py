@@ -10,18 +10,9 @@ from typing import Any
 from benchmarks.calibrate import warmup_requests
 from benchmarks.client import Endpoint
 from benchmarks.environment import describe_environment
-from benchmarks.loadgen import LoadGeneratorError, LoadPlan, Progress, run_load
+from benchmarks.loadgen import LoadGeneratorError, LoadPlan, LoadResult, Progress, run_load
 from benchmarks.metrics import summarize, summarize_server
-from benchmarks.results import (
-    DIGITS,
-    Calibration,
-    Lineup,
-    LoadResult,
-    Run,
-    ServerInfo,
-    Status,
-    WorkloadInfo,
-)
+from benchmarks.results import DIGITS, Calibration, Lineup, Run, ServerInfo, Status, WorkloadInfo
 from benchmarks.workloads import PromptWriter, Workload, build
 
 BUSY_GENERATOR = 0.5  # of a core: above this, the generator itself may limit the results

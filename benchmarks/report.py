@@ -1,9 +1,9 @@
 """Tables of a comparison: medians over repeats, the best values marked.
 
-`summary` fits 80 columns. It has a row for each server with the main metrics. For each server that is compared with
-another server, a sentence names the metrics that are better or worse than those of the other. `report` has every
-metric, a column for each server, and the ratios to the server that it is compared with. A phase is compared with
-the phase before, a variant with the first column of its phase, and a peer with the last phase.
+`summary` fits 80 columns. It has a row for each server with the main metrics, and sentences that name the metrics
+in which a server is better or worse than the server that it is compared with. `report` has every metric, a column
+for each server, and the ratios. A phase is compared with the phase before, a variant with the first column of its
+phase, and a peer with the last phase.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.results import Metrics, Percentiles, Run
+from benchmarks.results import Run
 
 Value = float | None
 
 FIRST_PEER = 100.0  # `ServerInfo.order` of a peer is at least this; of a phase it is less
+LEAST_GUESSED = 0.02  # without guesses, a cancelled request's tokens may still look like a smaller share
+ALIKE = 0.1  # values that differ by at most this share of the compared value count as equal
+SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +47,28 @@ class Line:
         return value < before if self.better == "high" else self.better == "low" and value > before
 
 
-def _client(read: Callable[[Metrics], Value]) -> Callable[[Run], Value]:
-    return lambda run: None if run.metrics is None else read(run.metrics)
+def _at(path: str) -> Callable[[Run], Value]:
+    """Return a function that reads an attribute such as `metrics.ttft_s.p50`; None if part of the path is None."""
+
+    def read(run: Run) -> Value:
+        found: object = run
+        for name in path.split("."):
+            if found is None:
+                return None
+            found = getattr(found, name)
+        return float(found) if isinstance(found, int | float) else None
+
+    return read
 
 
 def _arrival_rate(run: Run) -> Value:
     """Return the arrival rate, or None if the workload has no rate. A burst's rate would be the client's speed."""
-    return None if run.workload.rate is None or run.metrics is None else run.metrics.arrival_rate
+    return None if run.workload.rate is None else _at("metrics.arrival_rate")(run)
 
 
-def _server(name: str) -> Callable[[Run], Value]:
-    return lambda run: None if run.server_metrics is None else float(getattr(run.server_metrics, name))
-
-
-def _where_shared(name: str) -> Callable[[Run], Value]:
-    """Return a function that reads a metric of the prefix cache from a run, and returns None without a hit."""
-    return lambda run: _server(name)(run) if run.server_metrics and run.server_metrics.cached_share else None
+def _of_cache(name: str) -> Callable[[Run], Value]:
+    """Return a function that reads a metric of the prefix cache; None for a run without a hit."""
+    return lambda run: _at(f"server_metrics.{name}")(run) if _at("server_metrics.cached_share")(run) else None
 
 
 def _guessed_share(run: Run) -> Value:
@@ -75,14 +84,6 @@ def _guessed_share(run: Run) -> Value:
     return share if share > LEAST_GUESSED else None
 
 
-def _percentile(kind: str, name: str) -> Callable[[Run], Value]:
-    def read(run: Run) -> Value:
-        found: Percentiles | None = getattr(run.metrics, kind) if run.metrics else None
-        return None if found is None else float(getattr(found, name))
-
-    return read
-
-
 def format_seconds(seconds: float) -> str:
     """Format seconds; times below 0.9995 s are shown in milliseconds."""
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
@@ -92,40 +93,32 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _share(value: float) -> str:
-    return f"{value:.0%}"
-
+_three_digits, _share = "{:.3g}".format, "{:.0%}".format
 
 _LATENCIES = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("latency", "latency_s"))
 
 LINES: Sequence[Line] = (
-    Line("output tokens / s", _client(lambda m: m.output_tokens_per_s), _number, "high"),
-    Line("requests / s", _client(lambda m: m.requests_per_s), lambda v: f"{v:.3g}", "high"),
+    Line("output tokens / s", _at("metrics.output_tokens_per_s"), _number, "high"),
+    Line("requests / s", _at("metrics.requests_per_s"), _three_digits, "high"),
     *(
-        Line(f"{title} {name}", _percentile(kind, name), format_seconds, "low")
+        Line(f"{title} {name}", _at(f"metrics.{kind}.{name}"), format_seconds, "low")
         for title, kind in _LATENCIES
         for name in ("p50", "p95", "p99", "max")
     ),
-    Line("longest stall", _client(lambda m: m.longest_stall_s), format_seconds, "low"),
-    Line("SLO attainment", _client(lambda m: m.slo_attainment), _share, "high"),
-    Line("errors", _client(lambda m: float(m.errors)), _number, "low"),
-    Line("arrivals / s", _arrival_rate, lambda v: f"{v:.3g}"),
-    Line("engine steps", _server("steps"), _number),
-    Line("mean batch", _server("mean_batch"), lambda v: f"{v:.2f}"),
-    Line("wasted work", _server("padded_share"), _share, "low"),
+    Line("longest stall", _at("metrics.longest_stall_s"), format_seconds, "low"),
+    Line("SLO attainment", _at("metrics.slo_attainment"), _share, "high"),
+    Line("errors", _at("metrics.errors"), _number, "low"),
+    Line("arrivals / s", _arrival_rate, _three_digits),
+    Line("engine steps", _at("server_metrics.steps"), _number),
+    Line("mean batch", _at("server_metrics.mean_batch"), "{:.2f}".format),
+    Line("wasted work", _at("server_metrics.padded_share"), _share, "low"),
     Line("guessed tokens", _guessed_share, _share),
-    Line("KV used, mean tokens", _server("kv_used_mean"), _number),
-    Line("KV reserved, mean tokens", _server("kv_reserved_mean"), _number, "low"),
-    Line("preemptions", _server("preemptions"), _number),
-    Line("prompt tokens found in cache", _where_shared("cached_share"), _share, "high"),
-    Line("evictions", _where_shared("evictions"), _number),
+    Line("KV used, mean tokens", _at("server_metrics.kv_used_mean"), _number),
+    Line("KV reserved, mean tokens", _at("server_metrics.kv_reserved_mean"), _number, "low"),
+    Line("preemptions", _at("server_metrics.preemptions"), _number),
+    Line("prompt tokens found in cache", _of_cache("cached_share"), _share, "high"),
+    Line("evictions", _of_cache("evictions"), _number),
 )
-
-LEAST_GUESSED = (
-    0.02  # a run without guesses counts a few tokens more or less, such as those of a cancelled request
-)
-ALIKE = 0.1  # values that differ by at most this share of the compared value count as equal
-SUMMARY = ("output tokens / s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "longest stall")
 
 
 def median_of(runs: Iterable[Run], line: Line) -> Value:
@@ -153,16 +146,17 @@ def columns_of(runs: Sequence[Run]) -> list[list[Run]]:
 def repetition(runs: Sequence[Run]) -> str:
     """Return a note on each server's share of guessed tokens; "" if weights are not random or no server guessed."""
     guessed = next(line for line in LINES if line.title == "guessed tokens")
-    if not runs[0].server.model.startswith("dummy:"):
-        return ""
     columns = columns_of(runs)
-    shares = dict(zip((each[0].server.label for each in columns), medians_of(columns, guessed), strict=True))
-    said = [f"{label} guessed {share:.0%} of its tokens" for label, share in shares.items() if share]
-    if not said:
+    said = [
+        f"{repeats[0].server.label} guessed {share:.0%} of its tokens"
+        for repeats, share in zip(columns, medians_of(columns, guessed), strict=True)
+        if share
+    ]
+    if not said or not runs[0].server.model.startswith("dummy:"):
         return ""
-    guesses = ", ".join(said)
     return (
-        f"With its random weights, this model's answers repeat themselves: {guesses}. Real text does so less."
+        f"With its random weights, this model's answers repeat themselves: {', '.join(said)}. "
+        "Real text does so less."
     )
 
 

@@ -1,7 +1,7 @@
-"""The result of a run: everything needed to check its numbers or to draw them. `benchmarks.files` stores it.
+"""The result of a run: everything needed to check its numbers or to draw them.
 
-All times are in seconds. A run's clock starts at zero when its first request is due; requests and engine steps are
-on that same clock, so they can be drawn over each other (if the server ran on the same machine as the clients).
+All times are in seconds. A run's clock starts at zero when its first request is due. Requests and engine steps are
+on that same clock (if the server ran on the same machine as the clients), so they can be drawn over each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA = 2
 RESULTS = Path("benchmarks/results")  # published results
 LOCAL = RESULTS / "local"  # the default folder for new measurements; git ignores it
 TABLES = "tables"  # the folder of `benchmarks.tables`, whose files are no runs
@@ -68,28 +67,22 @@ class RequestRecord(_Model):
     @property
     def gaps_s(self) -> list[float]:
         """Return every inter-token latency: the time from each token to the next."""
-        times = self.token_times_s
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
     def rounded(self) -> RequestRecord:
-        """Return a copy with times rounded as in a file. Metrics of a run are computed from such copies, so that
-        its file gives the same metrics."""
-        keep = {"scheduled_s": round(self.scheduled_s, DIGITS)}
-        keep |= {
-            name: round(value, DIGITS)
-            for name in ("sent_s", "finished_s")
-            if (value := getattr(self, name)) is not None
-        }
-        times = [round(value, DIGITS) for value in self.token_times_s]
-        return self.model_copy(update={**keep, "token_times_s": times})
+        """Return a copy with rounded times. Metrics are computed from such copies, so a run's file gives the same
+        metrics."""
+        times = {name: value for name, value in self if name.endswith("_s") and isinstance(value, float)}
+        rounded: dict[str, Any] = {name: round(value, DIGITS) for name, value in times.items()}
+        rounded["token_times_s"] = [round(value, DIGITS) for value in self.token_times_s]
+        return self.model_copy(update=rounded)
 
 
 class Generator(_Model):
     """The load generator's own cost. If its share of a core is high, the generator was measured, not the server.
 
     Attributes:
-        cpu_s: processor time of the generator's process while the run lasted.
-        wall_s: the run's length.
+        cpu_s, wall_s: processor time of the generator's process, and the run's length.
         max_lag_s: the longest delay between the time at which a request was due and its sending.
     """
 
@@ -99,38 +92,7 @@ class Generator(_Model):
 
     @property
     def cpu_share(self) -> float:
-        """Return the generator's share of one core."""
         return self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0
-
-
-class LoadResult(_Model):
-    """The timelines of a run's requests, and the load generator's own cost.
-
-    Attributes:
-        origin_s: the machine's monotonic clock when the run's clock was at zero.
-        abort: why the watchdog ended the run early; None: it did not.
-        telemetry_before, telemetry_after: the server's `/telemetry` before and after the run; None: there was no
-            answer.
-    """
-
-    origin_s: float
-    requests: list[RequestRecord]
-    generator: Generator
-    abort: str | None = None
-    telemetry_before: dict[str, Any] | None = None
-    telemetry_after: dict[str, Any] | None = None
-
-    @property
-    def duration_s(self) -> float:
-        """Return the time from the first request's sending to the last answer's end."""
-        sent = min(record.sent_s for record in self.requests if record.sent_s is not None)
-        return max(record.finished_s for record in self.requests if record.finished_s is not None) - sent
-
-    def raise_for_errors(self) -> None:
-        """Raise RuntimeError if a request failed."""
-        errors = [record.error for record in self.requests if record.error is not None]
-        if errors:
-            raise RuntimeError(f"{len(errors)} of {len(self.requests)} requests failed: {errors[0]}")
 
 
 class Percentiles(_Model):
@@ -148,8 +110,7 @@ class Distribution(_Model):
 
     Attributes:
         seconds: some of the latencies, in ascending order.
-        counts: for each of `seconds` its place, from 1 on, among all latencies in ascending order. The last entry
-            is the number of all latencies.
+        counts: for each of `seconds` its place, from 1 on, among all latencies. The last is the number of all.
     """
 
     seconds: list[float]
@@ -161,17 +122,24 @@ class Distribution(_Model):
         return [count / self.counts[-1] for count in self.counts]
 
 
+class Latencies(_Model):
+    """The latencies of one server's complete runs, all repeats together."""
+
+    ttft: Distribution
+    itl: Distribution
+
+
 class Metrics(_Model):
     """Metrics that clients see. Latencies are None if no completed request has any.
 
     Attributes:
+        short: completed requests with fewer tokens than asked for; 0 if answers may end early.
         duration_s: from the first request's sending to the end of the last answer.
         output_tokens: tokens of completed requests only.
-        longest_stall_s: the longest time between two successive tokens of a completed request.
-        slo_attainment: share of all requests that completed and met both objectives.
         arrival_rate: requests per second as they were really sent; None if there are fewer than two, or all were
             sent at one time.
-        short: completed requests with fewer tokens than asked for; 0 if answers may end early.
+        longest_stall_s: the longest time between two successive tokens of a completed request.
+        slo_attainment: share of all requests that completed and met both objectives.
     """
 
     requests: int
@@ -246,11 +214,11 @@ class Calibration(_Model):
 
 
 class WorkloadInfo(_Model):
-    """The workload that was sent."""
+    """The workload that was sent. `rate` is in requests per second, after scaling."""
 
     name: str
     arrivals: str
-    rate: float | None = None  # requests per second asked for, after scaling
+    rate: float | None = None
     seed: int = 0
     quick: bool = False
     text: bool = False
@@ -280,12 +248,7 @@ class ServerInfo(_Model):
 
 
 class Lineup(_Model):
-    """The runs that a complete comparison has for each workload.
-
-    Attributes:
-        servers: the servers' labels.
-        repeats: the number of runs of each server.
-    """
+    """The runs that a complete comparison has for each workload: so many (`repeats`) of each server (its label)."""
 
     servers: list[str]
     repeats: int
@@ -298,10 +261,11 @@ class Run(_Model):
         comparison: the comparison's name. Runs with the same name were measured together and may be compared.
         lineup: the runs that the complete comparison has; None: only this run.
         notes: reasons to doubt the numbers, such as requests that were sent late.
+        latencies: of all repeats of this server; only in published files, where most runs keep no requests.
         engine_steps: the records of the engine's steps, one list for each field of a record.
     """
 
-    schema_version: int = SCHEMA
+    schema_version: int = 2
     comparison: str
     repeat: int = 1
     lineup: Lineup | None = None
@@ -316,6 +280,7 @@ class Run(_Model):
     generator: Generator | None = None
     metrics: Metrics | None = None
     server_metrics: ServerMetrics | None = None
+    latencies: Latencies | None = None
     requests: list[RequestRecord] = Field(default_factory=list)
     engine_steps: dict[str, list[int | float]] | None = None
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.files import Latencies, Together, load_comparisons
+from benchmarks.files import Together, latencies_of, load_comparisons
 from benchmarks.plots.style import DASHES, GREY, HATCHES, PHASE_COLOURS
 from benchmarks.report import FIRST_PEER, Line, Value, columns_of, median_of, typical
-from benchmarks.results import RequestRecord, Run, is_complete, slug
+from benchmarks.results import Latencies, RequestRecord, Run, is_complete, slug
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,12 @@ def _servers(together: Together) -> list[Server]:
     peers = 0
     for repeats in columns_of(together.runs):
         info = repeats[0].server
-        latencies = together.latencies.get(info.label) or Latencies.of(repeats)
         if info.order < FIRST_PEER:
             look = PHASE_COLOURS.get(int(info.order), GREY), "-", ""
         else:
             peers += 1
             look = GREY, DASHES[peers % len(DASHES)], HATCHES[peers % len(HATCHES)]
-        servers.append(Server(info.label, repeats, latencies, *look))
+        servers.append(Server(info.label, repeats, latencies_of(repeats), *look))
     return servers
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 import benchmarks.environment
 from benchmarks.client import Endpoint
+from benchmarks.files import load_runs
 from benchmarks.loadgen import LoadPlan
 from benchmarks.metrics import summarize, summarize_server
 from benchmarks.results import Calibration, Generator, Lineup, RequestRecord, Run, ServerInfo, WorkloadInfo
@@ -50,6 +52,11 @@ def record(index: int, sent: float, tokens: Sequence[float], *, error: str | Non
         status=200,
         error=error,
     )
+
+
+def saved_runs(folder: Path) -> list[Run]:
+    """Return the runs that have files of their own in a folder."""
+    return [run for path in sorted(folder.glob("*.json")) for run in load_runs(path)]
 
 
 def make_run(

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 TELEMETRY_PAGE = 2  # steps of one answer; readers must ask for more
@@ -233,7 +234,10 @@ def main() -> None:
     parser.add_argument("--exit-at-once", type=int)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--deaf", type=int, help="1: SIGTERM is not heard")
+    parser.add_argument("--trace", type=Path)
     options, _ = parser.parse_known_args()
+    if options.trace is not None:
+        options.trace.write_text("traced")
     if options.exit_at_once is not None:
         print("error: --frobnicate is not possible here", file=sys.stderr)
         sys.exit(options.exit_at_once)

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.calibrate import LOADS, CalibrationError, calibrate, fixed_factor, reference_capacity
 from benchmarks.client import Endpoint
-from benchmarks.loadgen import LoadPlan
-from benchmarks.results import Calibration, Generator, LoadResult
+from benchmarks.loadgen import LoadPlan, LoadResult
+from benchmarks.results import Calibration, Generator
 from benchmarks.workloads import WORKLOADS, PromptWriter, build
 from tests.benchmarks.conftest import record
 

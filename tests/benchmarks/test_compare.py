@@ -15,14 +15,16 @@ import benchmarks.__main__ as command_line
 import benchmarks.compare
 import benchmarks.environment
 from benchmarks.compare import Comparison, compare
-from benchmarks.files import load_comparisons, load_runs
+from benchmarks.files import load_comparisons
 from benchmarks.measure import Measurement
 from benchmarks.plots.groups import load_groups
 from benchmarks.results import LOCAL, Run, is_complete
 from benchmarks.servers import Target
 from benchmarks.workloads import WORKLOADS, Lengths, PromptWriter, Workload
+from tests.benchmarks.conftest import saved_runs
 from tests.benchmarks.fake_server import FakeServer
 from tests.benchmarks.test_servers import fake_target
+from tests.support.traces import assert_valid, read_trace, requests_of
 
 TINY = Workload(
     "tiny",
@@ -69,7 +71,7 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     # Both got the same requests.
     work = [[(r.prompt_tokens, r.max_tokens, r.scheduled_s) for r in run.requests] for run in runs]
     assert all(each == work[0] for each in work)
-    saved = load_runs(tmp_path)
+    saved = saved_runs(tmp_path)
     assert sorted(run.file_name for run in saved) == sorted(run.file_name for run in runs)
     assert {run.model_dump_json() for run in saved} == {run.model_dump_json() for run in runs}
     assert f"4 runs written to {tmp_path}" in printed
@@ -119,7 +121,7 @@ def test_a_run_beside_busy_programs_says_so(
     said = "other programs took 1.5 of 2 cores before or after run 1"
     assert [said in run.notes for run in runs] == [False, True, True, False]
     assert all(run.status == "ok" for run in runs)
-    assert [said in run.notes for run in load_runs(tmp_path)] == [False, True, True, False]
+    assert [said in run.notes for run in saved_runs(tmp_path)] == [False, True, True, False]
     assert f"phase 5: {said}" in printed
     assert "just now" not in printed
 
@@ -181,6 +183,28 @@ def test_auto_calibrates_once_on_the_first_server(tmp_path: Path, writer: Prompt
     assert runs[0].metrics.arrival_rate == pytest.approx(calibrations[0].capacity, rel=0.15)
 
 
+def test_a_phase_that_is_started_here_traces_itself(tmp_path: Path, writer: PromptWriter) -> None:
+    peer = replace(fake_target("a peer"), order=100.0)
+    runs, _ = run_comparison([fake_target("phase 4", 4), peer], writer, tmp_path, trace=True)
+    path = (tmp_path / runs[0].file_name).with_suffix(".trace")
+    assert f"recorded meanwhile: {path.name}" in runs[0].notes
+    assert path.read_text() == "traced"
+    assert runs[0].server.options == {}  # results show no folders
+    assert "no trace: only a phase that is started here records one" in runs[1].notes
+    assert [run.status for run in runs] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_a_runs_trace_has_its_requests(tmp_path: Path) -> None:
+    arguments = ["compare", "--phases", "7", "--model", "zoo:llama-tiny", "--workload", "mixed", "--quick"]
+    assert command_line.main([*arguments, "--rate", "20", "--out", str(tmp_path), "--trace"]) == 0
+    (run,) = saved_runs(tmp_path)
+    events = read_trace((tmp_path / run.file_name).with_suffix(".trace").read_bytes())
+    assert_valid([*events])
+    ended = [track[-1] for track in requests_of(events).values()]
+    assert sum(end["args"]["reason"] == "length" for end in ended) >= len(run.requests)
+
+
 def test_a_server_that_dies_in_a_run_fails_it(tmp_path: Path, writer: PromptWriter) -> None:
     targets = [fake_target("phase 4", 4, die_after=16 + 12), fake_target("phase 5", 5)]
     runs, printed = run_comparison(targets, writer, tmp_path)
@@ -191,7 +215,7 @@ def test_a_server_that_dies_in_a_run_fails_it(tmp_path: Path, writer: PromptWrit
     assert runs[0].metrics.errors > 0
     assert runs[0].server.exit_code == 7
     assert "phase 4, tiny: failed" in printed
-    assert load_runs(tmp_path)[0].status == "failed"  # failed runs are kept
+    assert saved_runs(tmp_path)[0].status == "failed"  # failed runs are kept
 
 
 def test_a_server_that_does_not_start_fails_its_run(tmp_path: Path, writer: PromptWriter) -> None:
@@ -252,7 +276,7 @@ def test_run_measures_any_server_into_the_readers_own_folder(
         arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--workload", "mixed"]
         assert command_line.main([*arguments, "--quick", "--label", "fake"]) == 0
         assert all(body["model"] == "fake" for body in server.app.bodies)
-    (run,) = load_runs(tmp_path / "benchmarks" / "results" / "local")
+    (run,) = saved_runs(tmp_path / "benchmarks" / "results" / "local")
     assert (run.server.label, run.server.options, run.workload.quick) == ("fake", None, True)
     assert f"1 runs written to {LOCAL}" in capsys.readouterr().out
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.client import Endpoint
-from benchmarks.loadgen import LoadGeneratorError, LoadPlan, generate_load, run_load
+from benchmarks.loadgen import LoadGeneratorError, LoadPlan, LoadResult, generate_load, run_load
 from benchmarks.metrics import summarize
-from benchmarks.results import LoadResult
 from benchmarks.workloads import PlannedRequest
 from tests.benchmarks.conftest import plan, planned
 from tests.benchmarks.fake_server import FakeServer, Script
