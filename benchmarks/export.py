@@ -1,6 +1,7 @@
 """Writes a model as a Hugging Face folder, for the servers of other projects.
 
-`python -m benchmarks export NAME FOLDER`: a dummy model is written with its random weights, a GGUF file with dequantized weights.
+`python -m benchmarks export NAME FOLDER`. A dummy model is written with its random weights, a GGUF file with
+dequantized weights. Peers get such folders, too: they are kept in the user's cache folder.
 """
 
 from __future__ import annotations

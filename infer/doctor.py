@@ -23,7 +23,7 @@ import torch
 from packaging.requirements import Requirement
 
 from benchmarks.environment import cpu_name
-from benchmarks.peers.environments import LIBRARIES
+from benchmarks.peers.registry import VLLM
 from common.engine.config import resolve_dtype
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names
@@ -274,16 +274,11 @@ def extras() -> str:
 
 
 def peers() -> str:
-    """Return as text the servers and libraries to compare with: programs on the path, and environments in `peers/`.
-
-    The folder `peers/` is looked for in the current folder.
-    """
+    """Return as text the servers to compare with: programs on the path, and vLLM's environments in `./peers`."""
     found = [f"{path}" for name in ("llama-server", "vllm") if (path := shutil.which(name))]
-    for folder in sorted(Path("peers").glob("*/lib/python*/site-packages")):
-        inside = {each.name for each in importlib.metadata.distributions(path=[str(folder)])}
-        found += [
-            f"{library.title} in {folder.parents[2]}"
-            for library in LIBRARIES.values()
-            if inside >= set(library.packages)
-        ]
+    found += [
+        f"vLLM in {folder.parents[2]}"
+        for folder in sorted(Path("peers").glob("*/lib/python*/site-packages"))
+        if any(each.name == VLLM for each in importlib.metadata.distributions(path=[str(folder)]))
+    ]
     return ", ".join(found) or "none on the path or in ./peers"

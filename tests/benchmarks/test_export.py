@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
+import benchmarks.peers.weights
 from benchmarks.export import export
-from benchmarks.peers.weights import made_once, weights_of
+from benchmarks.peers.weights import weights_of
 from common.errors import StartupError
 from common.llm import LLM
 from common.models.presets import PRESETS
@@ -163,15 +164,15 @@ def test_a_checkpoint_is_served_from_where_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
-    def broken(target: Path) -> None:
+def test_an_export_that_fails_half_way_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_model: str, target: Path, _dtype: str) -> None:
         target.mkdir()
         (target / "half").write_text("")
         raise StartupError("no more")
 
+    monkeypatch.setattr(benchmarks.peers.weights, "export", broken)
     with pytest.raises(StartupError, match="no more"):
-        made_once(tmp_path / "cache" / "model", broken)
-    assert not list((tmp_path / "cache").iterdir())
-    made = made_once(tmp_path / "cache" / "model", lambda target: target.mkdir())
-    assert made.is_dir()
-    assert [path.name for path in made.parent.iterdir()] == ["model"]
+        weights_of("dummy:tiny-llama", "float32", tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name == "weights"]

@@ -27,7 +27,6 @@ ENTRY_POINTS = [
     ["-c", "from common.llm import LLM"],
     ["-c", "import kernels.attention"],
     ["-c", "import simulator"],
-    ["-c", "import benchmarks.peers.workers.ours; import torch"],
     ["-c", "import cluster.app"],
     ["-c", "import cluster.replica"],
 ]
