@@ -109,8 +109,8 @@ test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster' $(ARGS)
 
 # The tests of the server whose requests reach the engine.
-WITH_ENGINE := access admission chat completions constrained lifecycle limits live_view log metrics operating prediction \
-  prompts_shown reasoning responses sampling_fields tokens tools tracing traffic
+WITH_ENGINE := access admission chat completions constrained failures lifecycle limits live_view log metrics operating prediction \
+  prompts_shown reasoning responses sampling_fields tokens tools tracing
 
 # First as on a machine without a compiler: what the ordinary suite asks of models, of the torch references. Then the
 # server's tests with the engine in the server's process.

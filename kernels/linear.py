@@ -45,7 +45,7 @@ from torch import Tensor
 
 from kernels.dispatch import has_native_products
 
-GATES_IN_PANEL = 32  # and as many ups; kernels/linear.cpp relies on it
+GATES_IN_PANEL = 32  # and as many ups; kernels/native/linear.cpp relies on it
 
 
 def pack_linear(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:

@@ -28,7 +28,8 @@ class Config(ContinuousConfig):
         default=None,
         ge=1,
         description="number of blocks; default: enough for max_batch_size sequences of max_seq_len, or of "
-        f"{SAFE_SEQ_LEN} tokens if that is less, and for one of max_seq_len; on a GPU, as many blocks as fit",
+        f"{SAFE_SEQ_LEN} tokens if that is less, and for one of max_seq_len; on a GPU, as many blocks as fit "
+        "(--num-gpu-blocks is the same option)",
     )
 
     def with_length(self, tokens: int, *, on_gpu: bool) -> Self:

@@ -6,6 +6,7 @@ command line, where field descriptions become `--help`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -79,7 +80,12 @@ class EngineConfig(BaseModel):
         gt=0,
         description="most seconds from a request's arrival to its last token; default: no limit",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed for requests that have none of their own")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="seed for requests that have none of their own; none: a random one at each start",
+    )
 
     @field_validator("quantize", "generation_config", mode="before")
     @classmethod
@@ -87,6 +93,12 @@ class EngineConfig(BaseModel):
         """Return the text "none" in place of None. The command line turns the word `none` into None, but for these
         options the word is a value."""
         return "none" if value is None else value
+
+    @field_validator("seed", mode="before")
+    @classmethod
+    def _random_seed(cls, value: Any) -> Any:
+        """Return a random seed in place of None."""
+        return secrets.randbits(63) if value is None else value
 
     def resolve_max_seq_len(self, model_limit: int) -> int:
         """Return the longest sequence served, in tokens; without the option, at most `SAFE_SEQ_LEN`.

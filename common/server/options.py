@@ -226,6 +226,7 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "INFER_"
 NONE = "none"  # text that a user writes for an option without a value
+OTHER_NAMES = {"--num-gpu-blocks": "--num-blocks"}
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
@@ -300,7 +301,7 @@ def ignore_kubernetes_port() -> None:
 def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> list[str]:
     """Return the flags with one value each: `--served-model-name a b` (vLLM's) becomes `--served-model-name a,b`.
 
-    Only flags with several texts (`Names`) take further values.
+    Only flags with several texts (`Names`) take further values. A flag's other name is replaced by its own.
     """
     fields = settings_class.model_fields.items()
     several = {flag_of(name) for name, field in fields if typing.get_origin(field.annotation) is list}
@@ -309,7 +310,9 @@ def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> li
     flag = ""
     for word in argv:
         if word.startswith("--"):
-            flag, equals, _ = word.partition("=")
+            flag, equals, value = word.partition("=")
+            flag = OTHER_NAMES.get(flag, flag)
+            word = f"{flag}{equals}{value}"
             has_value = bool(equals)
         elif has_value and flag in several:
             joined[-1] += f",{word}"

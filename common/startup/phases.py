@@ -26,7 +26,7 @@ _NAME = re.compile(r"phase(\d+)_\w+")
 
 
 class PhasePackage(Protocol):
-    """The names that every phase's package exports. (The package also exports `Scheduler` and `Runner`.)"""
+    """The names that every phase's package exports. (The package also exports `Scheduler`, `Runner` and `Pool`.)"""
 
     PHASE: Phase
     Config: type[EngineConfig]

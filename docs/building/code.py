@@ -65,7 +65,7 @@ def _without_reexports(name: str) -> str:
     The modules that define the classes list them."""
     if not (ROOT.joinpath(*name.split(".")) / "__init__.py").is_file():
         return ""
-    return '\n    options:\n      filters: ["!^_", "!^(Config|Runner|Scheduler)$"]'
+    return '\n    options:\n      filters: ["!^_", "!^(Config|Pool|Runner|Scheduler)$"]'
 
 
 def modules_of(package: str) -> list[str]:

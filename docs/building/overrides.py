@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import inspect
 
-import torch
-
-from common.kv import KVShape
 from common.startup.phases import find_phase, phase_names
 from docs.building.markdown import table
 
@@ -17,9 +14,7 @@ from docs.building.markdown import table
 def classes_of(phase: str) -> dict[str, type]:
     """Return the classes of a phase's scheduler, runner and pool, by these names."""
     package = find_phase(phase)
-    config = package.Config(max_seq_len=64)
-    pool = package.build_engine.pool(config, KVShape(1, 1, 1, torch.float32), torch.device("cpu"))
-    return {"scheduler": package.Scheduler, "runner": package.Runner, "pool": type(pool)}
+    return {"scheduler": package.Scheduler, "runner": package.Runner, "pool": package.Pool}
 
 
 def overrides_table(role: str) -> str:

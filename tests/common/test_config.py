@@ -216,6 +216,7 @@ def test_the_phase_contract(phase: str) -> None:
     engine = package.build_engine(package.Config(max_seq_len=32), model=model, tokenizer=byte_tokenizer())
     assert type(engine.scheduler) is package.Scheduler
     assert type(engine.runner) is package.Runner
+    assert type(engine.runner.pool) is package.Pool
     assert engine.phase is package.PHASE
     assert (engine.max_seq_len, engine.runner.model) == (32, model)
 

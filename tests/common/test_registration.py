@@ -17,7 +17,7 @@ PACKAGE = '''"""Phase 9 again."""
 
 from common.startup.build import EngineBuilder
 from common.engine.engine import Phase
-from phase9_pipelined import Config, Runner, build_engine as pipelined
+from phase9_pipelined import Config, Pool, Runner, build_engine as pipelined
 from phase9_pipelined.scheduler import PipelinedScheduler
 
 PHASE = Phase(11, "phase11_copy", "A copy", "phase 9 again")

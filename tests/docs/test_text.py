@@ -228,7 +228,7 @@ def test_more_seats_in_the_same_bytes_take_the_options_that_the_page_names() -> 
 
 def test_chunks_on_their_page_are_arithmetic() -> None:
     default = phase7_chunked.Config().prefill_chunk_size
-    source = (ROOT / "kernels" / "attention.cpp").read_text(encoding="utf-8")
+    source = (ROOT / "kernels" / "native" / "attention.cpp").read_text(encoding="utf-8")
     found = re.search(r"constexpr int64_t kRows = (\d+);", source)
     assert found is not None
     config = open_checkpoint("dummy:llama-60m").config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,14 +58,6 @@ class OrdinaryClients:
             answer = await self._ask(request, Service())
             assert answer.status == 200, answer
             self._alone.append(text_of(answer))
-
-    async def ask_for(self, seconds: float) -> Service:
-        """Let all clients ask again and again for `seconds` seconds."""
-        service = Service()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.gather(*(self._client(i, service, lambda: False) for i in range(CLIENTS)))
-        return service
 
     async def ask_until_each_has(self, count: int, *, at_least_s: float) -> Service:
         """Let clients ask until each has `count` answers and `at_least_s` seconds are over, or one is wrong."""

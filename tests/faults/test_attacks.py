@@ -23,14 +23,14 @@ from tests.faults import returning_server
 from tests.faults.attackers import ATTACKS
 from tests.faults.attacks import assert_ordinary_clients_are_served, serving
 from tests.faults.returning_server import PULSE_EVERY_S
-from tests.server.support import ServerProcess, on_phases
+from tests.server.support import ServerProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), on_phases("phase9_pipelined")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def attacked(phase: str) -> Iterator[ServerProcess]:
-    with serving(phase, module=returning_server.__name__) as server:
+def attacked() -> Iterator[ServerProcess]:
+    with serving("phase9_pipelined", module=returning_server.__name__) as server:
         yield server
         assert "Traceback" not in server.log_text
 

@@ -1,7 +1,7 @@
-"""Fixtures of the API's tests, which run against the first phase, and in the slow suite against the last.
+"""Fixtures of the API's tests. They run against phase 9, which has the features of the phases before it.
 
-All phases have the same routes. The last phase has the features of all others, and may give several tokens of a
-request in one step. Tests that depend on the phase name further phases (`on_phases`).
+All phases have the same routes, and what differs between phases is tested at their engines. Tests that need another
+phase start a server of their own.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.support import BATCH, PHASES, QUEUE, ServerProcess, called_from_python, slow_but_on
+from tests.server.support import BATCH, QUEUE, ServerProcess, called_from_python
 from tests.support.browser import tab
 
 __all__ = ["tab"]
 
 
-@pytest.fixture(scope="session", params=slow_but_on(PHASES[0], of=PHASES[-1:]))
-def phase(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="session")
+def phase() -> str:
+    return "phase9_pipelined"
 
 
 @pytest.fixture(scope="session")

@@ -64,10 +64,6 @@ def with_option(name: str) -> set[str]:
     return {phase for phase in PHASES if name in find_phase(phase).Config.model_fields}
 
 
-#: Phases with a prefix cache.
-CACHING = with_option("enable_prefix_caching")
-
-
 def called_from_python(phase: str) -> tuple[str, ...]:
     """Return options of a server whose passes a test can hold and break: recordings would skip the hooks."""
     return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
@@ -77,11 +73,6 @@ def slow_but_on(*ordinary: str, of: Sequence[str]) -> list[ParameterSet]:
     """Return phases as parameters: `ordinary` for the ordinary suite, the others in `of` for the slow suite."""
     chosen = [name for name in PHASES if name in (*ordinary, *of)]
     return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in chosen]
-
-
-def on_phases(*phases: str) -> pytest.MarkDecorator:
-    """Mark a test or a module to run on these phases instead of the phases of most API tests."""
-    return pytest.mark.parametrize("phase", slow_but_on(*phases, of=()), indirect=True, scope="session")
 
 
 def rendered(messages: list[Any], **options: Any) -> list[int]:

@@ -35,17 +35,7 @@ def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
 # ---------------------------------------------------------------------- keys
 
 
-def test_no_key_pauses_the_requests_of_other_keys(named: ServerProcess) -> None:
-    """Only a server with --admin has these routes, whether or not it has keys."""
-    for path in ("/pause", "/resume"):
-        assert_error(named.client.post(path), 404, None, "not_found")
-    assert named.client.get("/health").json()["status"] == "ok"
-    assert named.complete(max_tokens=1)
-
-
-@pytest.mark.parametrize(
-    "path", ["/steps", "/v1/models", "/openai/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"]
-)
+@pytest.mark.parametrize("path", ["/steps", "/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"])
 def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
     named.begin_test()
     wrong = ("", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x")
@@ -136,7 +126,7 @@ def test_requests_of_one_id_do_not_meet(server: ServerProcess) -> None:
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 
 
-@pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff", b"x" * 10_000])
+@pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff"])
 def test_what_is_no_id(server: ServerProcess, request_id: bytes) -> None:
     with httpx.Client(base_url=server.url) as client:
         response = client.get("/health", headers={"X-Request-ID": request_id})

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from common.constrained.grammar import Grammar
 from common.engine.engine import Engine
 from common.server.api import bodies, intake
-from common.server.api.answer import Answer
 from common.server.api.bodies import Bodies
 from common.server.api.intake import Lane
 from common.server.errors import ApiError
@@ -61,30 +57,6 @@ def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Held]:
 
 
 # ---------------------------------------------------------------------- lanes
-
-
-NICE = """
-import asyncio, os, threading
-from common.server.api.intake import Lane
-
-def niceness():
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-async def main():
-    for added in (0, 3, 19):
-        print(await Lane("sorting", threads=1, limit=1, niceness=added).run(niceness))
-
-os.nice(5)
-asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
-def test_lanes_add_to_the_niceness_of_their_server() -> None:
-    """Less than the server's own niceness is forbidden to an ordinary user: every thread would fail to start."""
-    process = subprocess.run([sys.executable, "-c", NICE], capture_output=True, text=True, check=True)
-    own = os.nice(0) + 5
-    assert list(map(int, process.stdout.split())) == [own, min(own + 3, 19), 19]
 
 
 async def test_a_full_lane_refuses_and_takes_the_next_when_a_thread_is_free() -> None:
@@ -167,34 +139,6 @@ async def test_a_quick_grammar_does_not_wait_for_one_that_compiles(
         assert not slow.done()
         held.open.set()
         assert (await slow).status == 200
-
-
-async def test_a_known_grammar_that_is_slow_waits_among_its_like(
-    hold_grammars: Callable[[Engine], Held], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build("continuous")
-    monkeypatch.setattr(intake, "QUICK_COMPILE_S", 0.0)
-    async with started(engine) as app:
-        assert (await app.complete("first", **constrained(0))).status == 200
-        held = hold_grammars(engine)
-        slow = asyncio.create_task(app.complete("slow", **constrained(1)))
-        await until(lambda: len(held.calls) == 1)
-        again = asyncio.create_task(app.complete("again", **constrained(0)))
-        await until(lambda: app.service.admission.compiling.jobs == 2)
-        held.open.set()
-        assert [(await slow).status, (await again).status] == [200, 200]
-
-
-async def test_nothing_is_compiled_for_a_queue_that_is_full(hold_grammars: Callable[[Engine], Held]) -> None:
-    engine = build("continuous", max_waiting_requests=4)
-    held = hold_grammars(engine)
-    async with started(engine) as app:
-        with app.service.worker.hold_places(app.queue_room()):
-            refused = await app.complete("no room", **constrained(0))
-        assert refused.refusal == (503, "queue_full")
-        assert not held.calls
-        held.open.set()
-        assert (await app.complete("the next", **constrained(0))).status == 200
 
 
 # ---------------------------------------------------------------------- prompts that are tokenized
@@ -293,28 +237,6 @@ async def test_a_text_that_is_cut_or_only_tokenized_may_not_be_of_any_length() -
 # ---------------------------------------------------------------------- bodies
 
 
-async def test_large_bodies_are_validated_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    ordinary = intake.parse
-
-    def remembering(*arguments: Any) -> Any:
-        threads.append(threading.current_thread().name.partition("_")[0])
-        return ordinary(*arguments)
-
-    monkeypatch.setattr(intake, "parse", remembering)
-    async with started(build("continuous")) as app:
-        assert (await app.complete("short")).status == 200
-        assert (await app.complete("long " * 20_000, truncate_prompt_tokens=4)).status in (200, 422)
-        assert threads == ["MainThread", "validating"]
-        wrong = await app.complete("long " * 20_000, temperature="hot")
-        assert wrong.refusal == (400, "invalid_type")
-        assert threads[2:] == ["validating"]
-        messages = [{"role": "user", "content": ""}] * 300
-        short = json.dumps({"model": MODEL, "messages": messages}).encode()
-        assert (await app.post("/v1/chat/completions", short)).status == 422
-        assert threads[3:] == ["validating"], "small, but with many objects"
-
-
 @pytest.mark.parametrize(
     "prompt",
     [[[1]] * (bodies.MAX_CONTAINERS + 1), [1] * (bodies.MAX_VALUES + 1), ["a"] * (bodies.MAX_VALUES + 1)],
@@ -410,28 +332,6 @@ async def test_log_probabilities_of_a_prompt_are_bounded(monkeypatch: pytest.Mon
         assert app.queue_room() == engine.scheduler.queue_room()
 
 
-async def test_large_answers_are_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(build("continuous", tiny_model(), max_batch_size=8)) as app:
-        encoded: list[Any] = []
-        lane = app.service.admission.encoding
-        run = lane.run
-
-        async def remembering(work: Any) -> Any:
-            encoded.append(work)
-            return await run(work)
-
-        monkeypatch.setattr(lane, "run", remembering)
-        assert (await app.complete("short", prompt_logprobs=1)).status == 200
-        assert not encoded
-        long = "once upon a time " * 3
-        whole = await app.complete(long, prompt_logprobs=20)
-        assert len(encoded) == 1
-        streamed = await app.complete(long, prompt_logprobs=20, stream=True)
-        assert len(encoded) == 2
-        first = json.loads(streamed.body.decode().splitlines()[1].removeprefix("data: "))
-        assert first["choices"][0]["prompt_logprobs"] == whole.json()["choices"][0]["prompt_logprobs"]
-
-
 # ---------------------------------------------------------------------- time
 
 
@@ -447,23 +347,6 @@ async def test_the_time_that_a_request_may_take_begins_when_it_has_arrived(
         await until(lambda: not app.service.admission.compiling.jobs)
         assert app.queue_room() == engine.scheduler.queue_room()
         assert engine.telemetry.counters.requests_added == 0
-
-
-async def test_a_request_whose_answer_cannot_be_begun_leaves_its_seat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = build("continuous", max_batch_size=1)
-
-    def fail(*_: object) -> None:
-        raise ValueError("cannot be shown")
-
-    async with started(engine) as app:
-        with monkeypatch.context() as failing:
-            failing.setattr(Answer, "show_prompts", fail)
-            failed = await app.complete([1, 2, 3], max_tokens=60, ignore_eos=True)
-            assert failed.status == 500, failed.body
-        assert (await app.complete([1, 2, 3])).status == 200
-        assert app.service.worker.requests.ended["abort"] == 1
 
 
 # ---------------------------------------------------------------------- one client's many choices
@@ -556,58 +439,6 @@ async def test_so_many_large_bodies_wait_and_the_others_are_refused(allowed: asy
     allowed.set()
     assert await asyncio.gather(*waiting) == [LARGE] * Bodies.MOST_WAITING
     assert await bodies.read_json(request(LARGE)) == LARGE
-
-
-async def test_clients_that_leave_while_their_bodies_wait_use_no_rate(allowed: asyncio.Event) -> None:
-    bodies = Bodies(30.0)
-    first = asyncio.create_task(bodies.read_json(request(LARGE)))
-    await turns()
-    counted_s = bodies._paid_until_s
-    left: list[bool] = []
-    leaving = [
-        asyncio.create_task(bodies.read_json(request(LARGE, complete=False, client_left=lambda: bool(left))))
-        for _ in range(Bodies.MOST_WAITING - 1)
-    ]
-    await turns()
-    with pytest.raises(ApiError, match="large bodies wait"):
-        await bodies.read_json(request(LARGE))
-    left.append(True)
-    allowed.set()
-    ended = await asyncio.gather(*leaving, return_exceptions=True)
-    assert {type(each) for each in ended} == {ClientDisconnect}
-    assert await first == LARGE
-    assert bodies._paid_until_s == counted_s
-    assert await bodies.read_json(request(LARGE)) == LARGE
-    assert bodies._paid_until_s > counted_s
-
-
-async def test_a_wait_for_the_rate_makes_no_body_late(allowed: asyncio.Event) -> None:
-    bodies = Bodies(0.5)
-    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(2)]
-    stalling = asyncio.create_task(bodies.read_json(request(LARGE, complete=False)))
-    with pytest.raises(ApiError) as late:
-        await bodies.read_json(request(SMALL, complete=False))
-    assert late.value.code == "body_timeout"
-    await asyncio.wait([*waiting, stalling], timeout=0.5)
-    assert not any(task.done() for task in (*waiting, stalling))
-    allowed.set()
-    assert await asyncio.gather(*waiting) == [LARGE] * 2
-    with pytest.raises(ApiError) as late:
-        await stalling
-    assert late.value.code == "body_timeout", "its client's own time still counts"
-    assert await bodies.read_json(request(LARGE)) == LARGE
-
-
-async def test_bodies_that_wait_are_refused_at_the_end(allowed: asyncio.Event) -> None:
-    bodies = Bodies(30.0)
-    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(3)]
-    await turns()
-    bodies.give_up()
-    waiting.append(asyncio.create_task(bodies.read_json(request(LARGE))))
-    for refused in await asyncio.gather(*waiting, return_exceptions=True):
-        assert isinstance(refused, ApiError)
-        assert refused.code == "shutting_down"
-    assert await bodies.read_json(request(SMALL)) == SMALL, "it has come already"
 
 
 async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,17 +25,11 @@ BODY = {
 }
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-def start(dtype: str, caplog: pytest.LogCaptureFixture, **options: bool) -> tuple[Engine, str]:
+def start(caplog: pytest.LogCaptureFixture, **options: bool) -> tuple[Engine, str]:
     """Build a server's engine. Returns it, and the log's line about its model."""
     caplog.set_level("INFO", "common.startup.build")
     package = find_phase("chunked")
-    config = package.Config(model="zoo:llama-tiny", device="cpu", dtype=dtype, max_seq_len=256, **options)
+    config = package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32", max_seq_len=256, **options)
     engine = package.build_engine(config)
     said = (record.getMessage() for record in caplog.records if record.name == "common.startup.build")
     (line,) = (line for line in said if line.startswith("loaded "))
@@ -52,20 +46,20 @@ def ask(engine: Engine) -> tuple[bool, str]:
     return said, text
 
 
-def test_said_of_native_kernels(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
-    if not native.is_loaded() or not native.has_products(getattr(torch, dtype)):
+def test_said_of_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    if not native.is_loaded() or not native.has_products(torch.float32):
         pytest.skip("no native kernels here")
-    engine, line = start(dtype, caplog)
-    assert re.fullmatch(rf".*\(cpu, torch\.{dtype}, native kernels, batch invariant\) in .* s", line)
+    engine, line = start(caplog)
+    assert re.fullmatch(r".*\(cpu, torch\.float32, native kernels, batch invariant\) in .* s", line)
     assert ask(engine)[0] is True
 
 
 def test_a_product_that_depends_on_the_number_of_rows_is_told_and_served(
-    dtype: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not native.is_loaded() or not native.has_products(getattr(torch, dtype)):
+    if not native.is_loaded() or not native.has_products(torch.float32):
         pytest.skip("no native kernels here")
-    expected = ask(start(dtype, caplog)[0])[1]
+    expected = ask(start(caplog)[0])[1]
     caplog.clear()
 
     def mutant(x: Tensor, packed: Tensor, outputs: int, *others: Tensor | None) -> Tensor:
@@ -75,13 +69,13 @@ def test_a_product_that_depends_on_the_number_of_rows_is_told_and_served(
         return y
 
     monkeypatch.setattr(common.models.layers, "packed_linear", mutant)
-    engine, line = start(dtype, caplog)
+    engine, line = start(caplog)
     assert "native kernels, not batch invariant)" in line
     assert ask(engine) == (False, expected)  # no pass here has sixteen rows
 
 
 @pytest.mark.usefixtures("torch_kernels")
-def test_not_said_of_torch(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
-    engine, line = start(dtype, caplog, native_kernels=False)
+def test_not_said_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+    engine, line = start(caplog, native_kernels=False)
     assert "torch kernels, not batch invariant)" in line
     assert ask(engine)[0] is False

@@ -223,18 +223,18 @@ def test_an_option_may_have_several_values(phase: str, argv: list[str]) -> None:
     assert (options.served_model_name, options.port) == (["a", "b"], 5)
 
 
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
-        ([], "live_view", True),
-        (["--live-view"], "live_view", True),
-        (["--no-live-view"], "live_view", False),
-        ([], "admin", False),
-        (["--admin"], "admin", True),
-    ],
-)
-def test_booleans_have_a_no_form(phase: str, argv: list[str], name: str, value: bool) -> None:
-    assert getattr(read_options(find_phase(phase), argv)[0], name) is value
+@pytest.mark.parametrize("argv", [["--num-gpu-blocks", "77"], ["--num-gpu-blocks=77"]])
+def test_blocks_have_a_second_name(argv: list[str]) -> None:
+    assert read_options(find_phase("phase6_paged"), argv)[1].num_blocks == 77  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="--num-blocks"):
+        read_options(find_phase("phase5_continuous"), argv)
+
+
+def test_without_a_seed_each_start_is_random() -> None:
+    package = find_phase("phase4_static")
+    seeds = {read_options(package, argv)[1].seed for argv in [["--seed", "none"], ["--seed=none"], []]}
+    assert len(seeds) == 3
+    assert 0 in seeds, "the default"
 
 
 def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,14 +244,6 @@ def test_none_is_a_value_where_an_option_may_have_none(monkeypatch: pytest.Monke
     assert getattr(read_options(package, ["--prefill-token-budget", "none"])[1], name) is None
     monkeypatch.setenv("INFER_PREFILL_TOKEN_BUDGET", "none")
     assert getattr(read_options(package, [])[1], name) is None
-
-
-@pytest.mark.parametrize("name", ["quantize", "generation_config"])
-def test_none_may_be_a_word_like_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = find_phase("phase7_chunked")
-    assert getattr(read_options(package, [f"--{name.replace('_', '-')}", "none"])[1], name) == "none"
-    monkeypatch.setenv(f"INFER_{name.upper()}", "none")
-    assert getattr(read_options(package, [])[1], name) == "none"
 
 
 def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,15 +258,6 @@ def test_a_default_that_follows_another_option(capsys: pytest.CaptureFixture[str
     text = " ".join(capsys.readouterr().out.split())
     assert "most prompt tokens computed in a step; default: one chunk; none: no limit" in text
     assert "lambda" not in text
-
-
-def test_options_that_contradict_each_other() -> None:
-    """The message names both options."""
-    package = find_phase("phase7_chunked")
-    says = r"^mixed_batches has no meaning without use_chunked_prefill: .*out$"
-    with pytest.raises(UsageError, match=says):
-        read_options(package, ["--no-use-chunked-prefill", "--no-mixed-batches"])
-    read_options(package, ["--no-use-chunked-prefill"])
 
 
 def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:

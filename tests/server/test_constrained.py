@@ -11,14 +11,10 @@ import psutil
 import pytest
 
 from tests.server.support import (
-    PHASES,
     ServerProcess,
     eventually,
-    on_phases,
     texts,
 )
-
-ON_FIRST_AND_LAST = on_phases(PHASES[0], PHASES[-1])
 
 PROMPT = "Once upon a time"
 SCHEMA = {
@@ -47,7 +43,6 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@ON_FIRST_AND_LAST
 @pytest.mark.parametrize(("fields", "pattern"), FORMS, ids=str)
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_json_and_stream(
@@ -62,7 +57,6 @@ def test_json_and_stream(
     assert texts(server.events(**asked)) == {0: choice["text"]}
 
 
-@ON_FIRST_AND_LAST
 def test_any_json_object(server: ServerProcess) -> None:
     """An answer that ends at `max_tokens` is the beginning of an object."""
     fields = {"prompt": '{"name": "Ann"}\n', "max_tokens": 150, "response_format": {"type": "json_object"}}
@@ -73,7 +67,6 @@ def test_any_json_object(server: ServerProcess) -> None:
             assert isinstance(json.loads(choice["text"]), dict)
 
 
-@ON_FIRST_AND_LAST
 def test_every_choice_and_prompt_has_a_form_of_its_own(server: ServerProcess) -> None:
     regex = "([a-z]{2} ){3}[0-9]"
     fields = {"prompt": [PROMPT, "The"], "n": 3, "temperature": 1.5, "seed": 1, "max_tokens": 30}
@@ -85,7 +78,6 @@ def test_every_choice_and_prompt_has_a_form_of_its_own(server: ServerProcess) ->
     assert list(texts(events).values()) == found
 
 
-@ON_FIRST_AND_LAST
 def test_an_answer_that_is_cut_says_so(server: ServerProcess) -> None:
     (choice,) = server.complete(max_tokens=5, structured_outputs={"regex": "[0-9]{20}"})["choices"]
     assert choice["finish_reason"] == "length"

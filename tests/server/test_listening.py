@@ -7,9 +7,7 @@ import ssl
 import stat
 from pathlib import Path
 
-import pytest
-
-from tests.server.support import HANG_S, ForkedProcess, ServerProcess, texts
+from tests.server.support import HANG_S, ForkedProcess, ServerProcess
 
 PHASE = "phase5_continuous"
 TLS = Path(__file__).parent / "tls"
@@ -84,15 +82,3 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         assert start_and_fail(*options).startswith(
             f"error: --ssl-certfile {files[0]} --ssl-keyfile {files[1]}: "
         )
-
-
-@pytest.mark.parametrize("model", ["zoo:qwen3-tiny", "zoo:gemma3-tiny"])
-def test_each_architecture_over_http(model: str) -> None:
-    """Other tests serve the Llama, this one the other architectures."""
-    with ServerProcess(PHASE, "--model", model, "--max-seq-len", "512") as server:
-        assert server.model == model
-        prompts = ["Once upon a time, " * 20, "The"]
-        alone = [server.text(prompt=prompt, max_tokens=24) for prompt in prompts]
-        answer = server.complete(prompt=prompts, max_tokens=24)
-        assert alone == [choice["text"] for choice in answer["choices"]], "a neighbour changed an answer"
-        assert texts(server.events(prompt=prompts, max_tokens=24)) == dict(enumerate(alone))

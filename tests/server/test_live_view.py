@@ -99,21 +99,6 @@ async def test_nothing_is_made_while_nobody_looks() -> None:
         third.close()
 
 
-async def test_who_comes_in_the_middle_begins_with_a_frame_that_tells_everything() -> None:
-    async with working(engine_of()) as worker:
-        view = LiveView(worker)
-        first = view.open()
-        stream = submit(worker, "one", greedy(55))
-        await read(stream)
-        events = events_of(second := view.open())
-        await read(submit(worker, "two", greedy(5)))
-        frames = await frames_until_idle(events)
-        assert frames[0]["key"]
-        assert second.missed == 0, "what was before is not missed"
-        first.close()
-        second.close()
-
-
 async def test_frames_come_no_faster_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_calls, "MAX_FRAMES_PER_S", 10)
     engine = engine_of()
@@ -186,20 +171,6 @@ async def test_it_ends_when_nothing_more_is_taken() -> None:
         viewer.close()
 
 
-async def test_frames_that_come_before_the_end_are_sent_before_it() -> None:
-    async with working(engine_of()) as worker:
-        view = LiveView(worker)
-        viewer = view.open()
-        events = viewer.events()
-        assert b"begin" in await anext(events)
-        view.publish({"step": 0, "key": True, "running": []})
-        assert b'"step":0' in (await anext(events)).replace(b" ", b"")
-        view.publish({"step": 1, "running": []})  # while the client takes the event before
-        viewer.end()
-        assert [chunk.split(b"\n")[0] async for chunk in events] == [b"event: step", b"event: end"]
-        viewer.close()
-
-
 async def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
 
@@ -238,19 +209,6 @@ def test_a_server_tells_its_steps(server: ServerProcess) -> None:
             seen |= {each[1] for each in frame.get("requests", ())} & wanted
             if seen == wanted:
                 break
-
-
-@pytest.mark.slow
-def test_an_open_view_does_not_hold_up_a_shutdown() -> None:
-    with (
-        ServerProcess("phase5_continuous", "--shutdown-timeout", "50") as server,
-        server.client.stream("GET", "/steps") as response,
-    ):
-        events = read_events(response)
-        assert next(events)[0] == "begin"
-        server.signal()
-        assert [name for name, _ in events] == ["end"]
-        assert server.wait() == 0
 
 
 def test_it_can_be_switched_off() -> None:

@@ -106,15 +106,6 @@ def test_a_line_for_those_who_leave(gated: ServerProcess) -> None:
         lines(gated, 2)
 
 
-def test_a_line_for_one_who_stops_reading(gated: ServerProcess) -> None:
-    with gated.raw(prompt=WROTE, stream=True, max_tokens=3000, ignore_eos=True):
-        (line,) = ends(gated, 1)
-    assert line["ended"].endswith(" (the client left)")
-    time.sleep(0.5)  # in case the HTTP server logs something, too
-    gated.complete(max_tokens=1)
-    assert len(ends(gated, 2)) == 2
-
-
 def test_a_refusal_says_why_and_is_a_warning_if_the_server_is_the_reason(gated: ServerProcess) -> None:
     batch = hold_a_full_batch(gated)
     waiting = in_background(QUEUE, lambda _: post(gated))

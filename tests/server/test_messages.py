@@ -194,16 +194,6 @@ def test_the_librarys_own_loop_sends_the_whole_conversation(client: anthropic.An
     assert second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0) > first.usage.input_tokens
 
 
-def test_tools_that_may_not_or_cannot_be_called(client: anthropic.Anthropic) -> None:
-    plain = client.messages.create(**body())
-    searching: list[Any] = [{"type": "web_search_20250305", "name": "web_search"}]
-    assert client.messages.create(**body(tools=searching)).content == plain.content
-    none = client.messages.create(**body(tools=FOX_TOOLS, tool_choice={"type": "none"}))
-    assert none.content == plain.content
-    told = client.messages.count_tokens(model=plain.model, messages=ASK, tools=[*FOX_TOOLS, *searching])
-    assert told.input_tokens > prompt_tokens(none)
-
-
 def test_a_call_that_is_cut_off_has_the_input_so_far(client: anthropic.Anthropic) -> None:
     fields = body(tools=FOX_TOOLS, tool_choice={"type": "tool", "name": "find_fox"}, max_tokens=60)
     whole = client.messages.create(**fields)
@@ -262,47 +252,35 @@ def test_thinking_is_the_templates_variable(thinker: ServerProcess) -> None:
 # ---------------------------------------------------------------------- errors
 
 
+BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "error", "says"),
+    ("fields", "says"),
     [
-        ({"messages": []}, anthropic.BadRequestError, "messages"),
-        ({"stop_sequences": 5}, anthropic.BadRequestError, "stop_sequences"),
-        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"n": 2}, anthropic.BadRequestError, "n"),
-        ({"model": "claude"}, anthropic.NotFoundError, "zoo:llama-tiny"),
-        ({"tool_choice": {"type": "tool", "name": "f"}}, anthropic.BadRequestError, "'f'"),
-        ({"system": [{"type": "image"}]}, anthropic.BadRequestError, "system[0].type"),
+        ({"messages": []}, "messages"),
+        ({"stop_sequences": 5}, "stop_sequences"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"model": "claude"}, "zoo:llama-tiny"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "'f'"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            anthropic.BadRequestError,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0].type: 'image'",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
-                ]
-            },
-            anthropic.BadRequestError,
-            "messages[0].content[0]",
-        ),
+        ({"messages": [{"role": "user", "content": [BLOCK]}]}, "messages[0].content[0]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
-            anthropic.BadRequestError,
             "tool_use_id",
         ),
     ],
 )
-def test_refusals_are_the_librarys_errors(
-    server: ServerProcess,
-    client: anthropic.Anthropic,
-    fields: Any,
-    error: type[anthropic.APIStatusError],
-    says: str,
-) -> None:
-    with pytest.raises(error) as raised:
+def test_refusals_are_the_librarys_errors(client: anthropic.Anthropic, fields: Any, says: str) -> None:
+    unknown = "model" in fields
+    with pytest.raises(anthropic.NotFoundError if unknown else anthropic.BadRequestError) as raised:
         client.messages.create(**body(**fields))
-    kind = "not_found_error" if error is anthropic.NotFoundError else "invalid_request_error"
+    kind = "not_found_error" if unknown else "invalid_request_error"
     told: Any = raised.value.body
     assert (told["type"], told["error"]["type"], told["request_id"]) == (
         "error",
@@ -325,28 +303,3 @@ def test_refusals_before_and_beside_the_route(server: ServerProcess) -> None:
     ):
         assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
         assert response.json()["type"] == "error"
-
-
-def test_a_key_is_wanted(phase: str) -> None:
-    with ServerProcess(phase, "--api-key", "secret", headers={"Authorization": "Bearer secret"}) as server:
-        with pytest.raises(anthropic.AuthenticationError) as raised:
-            library(server).messages.create(**body())
-        assert raised.value.type == "authentication_error"  # type: ignore[attr-defined]
-        for key in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
-            assert library(server, **key).messages.create(**body()).content
-
-
-def test_a_failure_ends_the_stream_with_an_error(gated: ServerProcess) -> None:
-    gated.order("fail")
-    sent = {"messages": ASK, "max_tokens": 20, "stream": True}
-    events = list(read_events(gated.client.post("/v1/messages", json=sent)))
-    assert [name for name, _ in events] == ["message_start", "ping", "error"]
-    assert events[-1][1]["error"]["type"] == "api_error"
-    with (
-        library(gated) as client,
-        pytest.raises(anthropic.APIStatusError),
-        client.messages.stream(**body()) as stream,
-    ):
-        stream.get_final_message()
-    with library(gated) as client, pytest.raises(anthropic.InternalServerError):
-        client.messages.create(**body())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.request import SamplingParams
-from common.server.page.page import conversations_at_once, render_page
+from common.server.page.page import render_page
 from common.startup.phases import find_phase
 from tests.server.support import LocalServer, ServerProcess, eventually, rendered
 from tests.support.browser import DESKTOP, PHONE, Tab
@@ -68,15 +68,6 @@ def test_a_models_name_cannot_be_markup() -> None:
     assert "&lt;script&gt;&quot;&amp;$idea" in page
     assert 'max="63" value="32"' in page, "half of what fits"
     assert 'placeholder="0.3"' in page, "the model's own temperature is the default"
-
-
-@pytest.mark.parametrize(
-    ("seats", "most_waiting", "count"), [(1, 256, 3), (2, 256, 4), (8, 256, 12), (64, 256, 12), (8, 1, 1)]
-)
-def test_enough_conversations_start_at_once_to_fill_the_seats(
-    seats: int, most_waiting: int, count: int
-) -> None:
-    assert conversations_at_once(seats, most_waiting) == count
 
 
 # ---------------------------------------------------------------------- in a browser
@@ -266,28 +257,6 @@ def test_stop_frees_the_seat(tab: Tab, slow: LocalServer, way: str) -> None:
 
 
 @pytest.mark.browser
-def test_keys(tab: Tab, slow: LocalServer) -> None:
-    opened(tab, slow)
-    tab.point("#prompt", click=True)
-    tab.ask("document.getElementById('prompt').value = ''")
-    tab.press("Enter")
-    assert texts(tab, ".turn") == [], "nothing is sent"
-    tab.type("Hello!")
-    tab.press("Enter", shift=True)
-    tab.type("Who are you?")
-    assert tab.ask("document.getElementById('prompt').value") == "Hello!\nWho are you?"
-    tab.press("Enter")
-    tab.type("And then?")
-    tab.press("Enter")
-    assert tab.ask("sent.length") == 1, "one answer at a time"
-    assert tab.ask("document.getElementById('prompt').value") == "And then?"
-    answered(tab)
-    tab.press("Enter")
-    answered(tab)
-    assert [each["content"] for each in messages(tab, 1)[::2]] == ["Hello!\nWho are you?", "And then?"]
-
-
-@pytest.mark.browser
 def test_a_reload_keeps_conversations_and_settings(tab: Tab, slow: LocalServer) -> None:
     opened(tab, slow)
     write(tab, "Tell me a story about an owl named Nora.", system="You tell stories.", temperature=0.5)
@@ -414,19 +383,6 @@ def test_an_answer_can_be_copied_asked_again_edited_and_exported(tab: Tab, chatt
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [DESKTOP, 390, 320])
-def test_settings_do_not_overlap(tab: Tab, chatty: ServerProcess, width: int) -> None:
-    tab.open(chatty.url, width=width)
-    tab.ask("document.querySelector('#talk-head details').open = true")
-    assert "all conversations" in tab.ask("document.getElementById('talk-head').innerText")
-    labels = "[...document.querySelectorAll('.fields label')]"
-    assert "Max tokens" in texts(tab, ".fields label")
-    assert tab.ask(f"{labels}.every(each => each.scrollWidth <= each.parentElement.clientWidth)")
-    assert tab.ask(f"{labels}.every(each => each.getBoundingClientRect().height < 30)"), "one line each"
-    assert tab.ask("document.documentElement.scrollWidth") <= width
-
-
-@pytest.mark.browser
 def test_a_refusal_is_part_of_the_conversation(tab: Tab, chatty: ServerProcess) -> None:
     opened(tab, chatty, width=PHONE)
     write(tab, "Hello!", max_tokens=5)
@@ -443,31 +399,6 @@ def test_a_refusal_is_part_of_the_conversation(tab: Tab, chatty: ServerProcess) 
     assert len(messages(tab, 2)) == 3, "the message without an answer is left out"
     tab.errors.clear()  # that one request was refused
     assert tab.violations("body") == []
-
-
-@pytest.mark.browser
-def test_a_full_server_says_so_and_serves_the_next_message(tab: Tab) -> None:
-    with LocalServer(
-        "phase5_continuous", max_batch_size=1, max_waiting_requests=1, max_seq_len=512
-    ) as server:
-        server.engine.watchers.append(lambda *_: time.sleep(0.02))
-        opened(tab, server)
-        write(tab, "Tell me a story about an owl named Nora.")
-        tab.until("document.querySelector('.answer')?.textContent.length > 5")
-        tab.point("#new", click=True)
-        write(tab, "This one waits.")
-        eventually(lambda: server.engine.scheduler.num_waiting == 1)
-        tab.point("#new", click=True)
-        write(tab, "This one is refused.")
-        assert answered(tab) == "Failed."
-        assert "503" in " ".join(tab.errors)
-        assert [each for each in texts(tab, ".error") if each], "the server's message"
-        tab.point("#stop-all", click=True)
-        eventually(lambda: not server.engine.scheduler.has_work)
-        assert tab.ask("document.getElementById('prompt').value") == "This one is refused."
-        tab.ask("document.getElementById('prompt').focus()")
-        tab.press("Enter")
-        assert answered(tab).startswith("Done. ")
 
 
 #: Answers each message with a stream of these deltas, as a reasoning model with tools might.
@@ -515,19 +446,6 @@ def test_reasoning_calls_and_code_are_shown_apart(tab: Tab, chatty: ServerProces
     assert tab.ask("document.querySelectorAll('img').length") == 0
     tab.assert_well(chatty.url)
     assert tab.violations("body") == []
-
-
-@pytest.mark.browser
-def test_a_stream_that_breaks_says_so(tab: Tab, chatty: ServerProcess) -> None:
-    tab.open(chatty.url)
-    tab.ask(f"({STAND_IN})([])")
-    write(tab, "Hello!")
-    assert answered(tab) == "Failed."
-    assert texts(tab, ".error") == ["the stream ended before the answer did"]
-    tab.ask("window.fetch = async () => new Response('no way', { status: 503, statusText: 'Busy' })")
-    write(tab, "Hello!")
-    answered(tab)
-    assert texts(tab, ".error")[1] == "503 Busy"
 
 
 @pytest.mark.browser
@@ -627,23 +545,6 @@ def test_the_picture_follows_the_engine_until_it_is_paused(
 
 
 @pytest.mark.browser
-def test_requests_of_others_have_small_letters(tab: Tab, slow: LocalServer) -> None:
-    opened(tab, slow)
-    tab.until("document.querySelector('.sv-head') !== null")
-    with slow.streaming(max_tokens=60, ignore_eos=True) as events:
-        next(events)
-        write(tab, "Hello!")
-        letters = tab.until(
-            "(found => found.length === 2 && found.includes('A') && found)"
-            "([...document.querySelectorAll('.sv-chip b')].map(each => each.textContent))"
-        )
-        assert [each for each in letters if each != "A"] == [each.lower() for each in letters if each != "A"]
-        for _ in events:
-            pass
-    answered(tab)
-
-
-@pytest.mark.browser
 def test_a_server_without_the_view_says_so(tab: Tab) -> None:
     with ServerProcess("phase5_continuous", "--no-live-view") as server:
         tab.open(server.url)
@@ -652,23 +553,3 @@ def test_a_server_without_the_view_says_so(tab: Tab) -> None:
         assert answered(tab).startswith("Cut at the limit. 5 tokens")
         assert not any(each.endswith("/steps") for each in tab.requested)
         tab.assert_well(server.url)
-
-
-@pytest.mark.browser
-def test_of_a_large_memory_only_the_used_blocks_are_drawn_large(tab: Tab, chatty: ServerProcess) -> None:
-    opened(tab, chatty)
-    frame = {"step": 0, "start": 0, "took": 1, "key": True, "memory": [2000, 16], "kept": [[7, 8], []]}
-    frame |= {"requests": [[0, "one", 33, 9]], "tables": [[0, 0, 1, 900, 1999]]}
-    frame |= {"running": [[0, 0, 33, "p", 0, 33, 0]]}
-    header = {"format": "infer-steps", "version": 1, "phase": [8, "x"], "seats": 2, "max_seq_len": 64}
-    trace = json.dumps({"header": header, "frames": [frame]})
-    tab.ask("document.body.append(globalThis.box = document.createElement('div'))")
-    tab.ask(f"new StepViewer(box).show([{trace}])")
-    boxes = "(look => box.querySelector('.sv-memory .' + look)?.getAttribute('d').split('M').length - 1)"
-    counts = {look: tab.ask(f"{boxes}('{look}')") for look in ("sv-held", "sv-in-use", "sv-kept", "sv-free")}
-    assert counts == {"sv-held": 3, "sv-in-use": 1, "sv-kept": 1, "sv-free": 1}, "three squares, and a bar"
-    assert tab.ask("box.querySelector('.sv-memory svg').getBoundingClientRect().height") < 60
-    assert "".join(texts(tab, "body > div .sv-memory text")) == "AAA"
-    explained = texts(tab, "body > div .sv-legend span:not([hidden])")
-    assert [each.split(":")[0] for each in explained] == ["prompt tokens", "kept"]
-    tab.assert_well(chatty.url)

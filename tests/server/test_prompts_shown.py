@@ -102,14 +102,6 @@ def test_prompt_logprobs_as_vllm_has_them(server: ServerProcess, count: int) -> 
     assert set(server.complete()["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
 
 
-def test_two_counts_do_not_mix(server: ServerProcess) -> None:
-    choice = server.complete(prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=4, max_tokens=1)[
-        "choices"
-    ][0]
-    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:-1]} <= {1, 2}
-    assert {len(entry) for entry in choice["prompt_logprobs"][1:]} <= {4, 5}
-
-
 # ---------------------------------------------------------------------- answers without tokens
 
 SCORED = "A prompt that is only scored, by"
@@ -145,28 +137,7 @@ def test_no_tokens_and_an_echo(server: ServerProcess) -> None:
     )
 
 
-def test_no_tokens_and_scores(server: ServerProcess) -> None:
-    fields = {"prompt": SCORED, "prompt_logprobs": 1}
-    expected = server.complete(**fields, max_tokens=3)["choices"][0]["prompt_logprobs"]
-    (choice,) = server.complete(**fields, max_tokens=0)["choices"]
-    assert (choice["text"], choice["prompt_logprobs"]) == ("", expected)
-    (chunk,) = server.chunks(STRICT, **fields, max_tokens=0)
-    assert chunk["choices"][0] == choice
-    echoed = server.complete(prompt=SCORED, max_tokens=0, echo=True)["choices"][0]
-    assert (echoed["text"], echoed["logprobs"]) == (SCORED, None)
-
-
 # ---------------------------------------------------------------------- biases
-
-
-def test_biases(server: ServerProcess) -> None:
-    fields = {"max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
-    (first, *_), wanted = server.complete(**fields)["choices"][0]["token_ids"], 77
-    assert server.complete(**fields, logit_bias={str(wanted): 100})["choices"][0]["token_ids"] == [wanted] * 5
-    assert server.complete(**fields, logit_bias={str(first): -100})["choices"][0]["token_ids"][0] != first
-    drawn = server.complete(**fields, temperature=1, seed=3, logit_bias={"77": 100, "78": 100.0})
-    assert set(drawn["choices"][0]["token_ids"]) <= {77, 78}
-    assert server.complete(**fields, logit_bias={})["choices"][0]["token_ids"][0] == first
 
 
 # ---------------------------------------------------------------------- prompts that are cut

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from typing import Any
 
 import pytest
@@ -14,32 +13,10 @@ from common.server.api.bodies import Body, Limits, parse
 from common.server.api.chat import ChatRequest
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
-from common.server.errors import ApiError
 from common.text.dialect import Dialect
 
-LONG = "x" * 1_500_000 + "🦊"  # a wide character makes each copy four times as large
 QUESTION = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
-
-
-def reasoning(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
-
-
-def result(text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": "a", "content": text}
-
-
-def developer(text: str) -> dict[str, Any]:
-    return {"role": "developer", "content": text}
-
-
-CALLED = [QUESTION, {"role": "assistant", "tool_calls": [CALL]}]
-CONVERSATIONS: dict[str, tuple[type[Body], str, list[dict[str, Any]], list[dict[str, Any]]]] = {
-    "reasoning": (ResponsesRequest, "input", [QUESTION, reasoning(LONG)], [reasoning("y")] * 2000),
-    "results": (ChatRequest, "messages", [*CALLED, result(LONG)], [result("")] * 2000),
-    "developers": (ChatRequest, "messages", [developer(LONG)], [developer("")] * 2000),
-}
 
 
 @functools.cache
@@ -99,38 +76,3 @@ def test_turns_come_back_as_clients_change_them(client: str) -> None:
     assert rendered == prompts(form, field, [QUESTION, plain, QUESTION])
     if client.startswith("reasoning"):
         assert rendered == prompts(form, field, [QUESTION, QUESTION])
-
-
-@pytest.mark.parametrize(
-    ("form", "field", "calls"),
-    [
-        (ChatRequest, "messages", {"role": "assistant", "tool_calls": [CALL] * 100}),
-        (
-            MessagesRequest,
-            "messages",
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * 100,
-            },
-        ),
-    ],
-)
-def test_a_conversation_of_too_many_calls_is_refused(
-    form: type[Body], field: str, calls: dict[str, Any]
-) -> None:
-    assert prompts(form, field, [QUESTION, *[calls] * 5])
-    with pytest.raises(ApiError, match="2121 messages and calls; a conversation has at most 2048"):
-        prompts(form, field, [QUESTION, *[calls] * 20, *[QUESTION] * 100])
-
-
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_long_text_is_not_copied_for_each_short_one_behind_it(name: str) -> None:
-    form, field, long, short = CONVERSATIONS[name]
-
-    def seconds(turns: list[dict[str, Any]]) -> float:
-        began_s = time.thread_time()
-        assert prompts(form, field, turns)
-        return time.thread_time() - began_s
-
-    both = min(seconds(long + short) for _ in range(3))
-    assert both < 5 * min(seconds(long) + seconds([QUESTION, *short]) for _ in range(3))

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from common.models.registry import open_checkpoint
-from tests.server.support import MESSAGES, ServerProcess, assert_error, on_phases, rendered
+from tests.server.support import MESSAGES, ServerProcess, app_with, assert_error, rendered
 
-pytestmark = on_phases("phase4_static", "phase10_speculative")
-
-ROUTES = ("/v1/completions", "/openai/v1/completions", "/v1/chat/completions", "/openai/v1/chat/completions")
+ROUTES = ("/v1/completions", "/openai/v1/completions", "/v1/chat/completions")
 TOKENIZER = open_checkpoint("zoo:llama-tiny").tokenizer()
 
 
@@ -112,14 +110,10 @@ def test_an_echo_of_tokens_shows_special_ones_on_request(server: ServerProcess) 
 
 # ---------------------------------------------------------------------- what chat shows of the prompt
 
-CHATS = ROUTES[2:]
 
-
-@pytest.mark.parametrize("route", CHATS, indirect=True)
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_chat_shows_token_ids_and_scores_of_its_prompt_as_vllm_does(
-    server: ServerProcess, route: str, n: int
-) -> None:
+def test_a_chat_shows_token_ids_and_scores_of_its_prompt_as_vllm_does(server: ServerProcess, n: int) -> None:
+    route = "/v1/chat/completions"
     fields = {"return_token_ids": True, "prompt_logprobs": 2, "max_tokens": 6, "n": n, "ignore_eos": True}
     answer = server.ask(route, **fields).json()
     ids = rendered(MESSAGES)
@@ -141,8 +135,8 @@ def test_a_chat_shows_token_ids_and_scores_of_its_prompt_as_vllm_does(
     assert not {"prompt_token_ids", "prompt_logprobs"} & set(server.ask(route).json())
 
 
-@pytest.mark.parametrize("route", CHATS, indirect=True)
-def test_a_chat_echoes_the_assistants_last_message(server: ServerProcess, route: str) -> None:
+def test_a_chat_echoes_the_assistants_last_message(server: ServerProcess) -> None:
+    route = "/v1/chat/completions"
     begun = [*MESSAGES, {"role": "assistant", "content": "Once upon a"}]
     fields = {"messages": begun, "continue_final_message": True}
     plain = text_in(choice_of(server, route, **fields))
@@ -154,13 +148,13 @@ def test_a_chat_echoes_the_assistants_last_message(server: ServerProcess, route:
 # ---------------------------------------------------------------------- order, and the fingerprint
 
 
-def test_a_priority_changes_no_answer(server: ServerProcess, route: str, phase: str) -> None:
-    response = server.ask(route, stream=False, priority=-3)
-    if phase == "phase4_static":
-        assert_error(response, 400 if route.startswith("/openai") else 422, "priority")
-    else:
-        (choice,) = response.json()["choices"]
-        assert choice == choice_of(server, route, max_tokens=8)
+def test_a_priority_changes_no_answer(server: ServerProcess, route: str) -> None:
+    assert choice_of(server, route, priority=-3) == choice_of(server, route)
+
+
+def test_static_batches_have_no_priorities() -> None:
+    with app_with("phase4_static") as client:
+        assert_error(client.post("/v1/completions", json={"prompt": "Once", "priority": -3}), 422, "priority")
 
 
 def test_every_object_of_every_answer_has_the_fingerprint(server: ServerProcess) -> None:

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from common.server.api.stored_responses import ResponseStore, Stored
 from common.server.errors import ApiError
-from tests.server.support import MESSAGES, ServerProcess, read_events
+from tests.server.support import MESSAGES, ServerProcess
 from tests.server.test_responses import FOX
 
 ASKED, THEN = MESSAGES[1]["content"], "And then?"
@@ -142,16 +142,6 @@ def test_a_server_may_store_none(phase: str) -> None:
                 refer(client, first)
             assert raised.value.code == code
         server.assert_serves()
-
-
-def test_a_failed_response_is_not_stored(gated: ServerProcess) -> None:
-    with library(gated) as client:
-        gated.order("fail")
-        events = list(read_events(gated.ask("/v1/responses", stream=True)))
-        gated.order("heal")
-        assert [name for name, _ in events][-1] == "response.failed"
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(events[0][1]["response"]["id"])
 
 
 # ---------------------------------------------------------------------- bounds

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-import openai
 import pytest
 
-from tests.server.gate import SECRET
-from tests.server.support import MESSAGES, PREFIXES, ServerProcess, assert_error
+from tests.server.support import PREFIXES, ServerProcess
 
 PATH = "/openai/v1/completions"
 ROUTES = ("chat/completions", "responses")
@@ -68,60 +63,3 @@ def test_continuous_usage_is_in_every_chunk(server: ServerProcess) -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in said] == [0, 1, 2, 3, 3], "the role is no token"
     for usage in (chunk["usage"] for chunk in said):
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-
-
-# ---------------------------------------------------------------------- failures
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", PATH, "/v1/chat/completions"])
-def test_an_error_in_a_stream_says_whose_it_is(gated: ServerProcess, path: str) -> None:
-    """If there are several choices, an error chunk names its choice.
-
-    The cause is in the log, not in the answer.
-    """
-    gated.order("fail")
-    for n in (1, 3):
-        text = gated.ask(path, n=n, stream=True, max_tokens=4).text
-        assert SECRET not in text
-        lines = text.splitlines()
-        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
-        errors = [chunk for chunk in map(json.loads, data) if "error" in chunk]
-        assert [chunk["error"]["code"] for chunk in errors] == ["internal_error"] * n
-        assert all(set(chunk["error"]) == {"message", "type", "param", "code"} for chunk in errors)
-        assert n > 1 or set(errors[0]) == {"error"}
-        named = sorted(choice["index"] for chunk in errors for choice in chunk.get("choices", []))
-        assert named == ([] if n == 1 else [0, 1, 2])
-    whole = gated.ask(path, stream=False)
-    assert_error(whole, 500, None, "internal_error")
-    assert SECRET not in whole.text
-    assert SECRET in gated.log_text
-
-
-# ---------------------------------------------------------------------- failures, as OpenAI's library sees them
-
-
-@pytest.mark.parametrize("order", ["fail", "nan"])
-def test_a_failed_request_is_not_sent_again(gated: ServerProcess, order: str) -> None:
-    """The library sends a request up to three times, unless the answer has `x-should-retry: false`."""
-    gated.order(order)
-    with (
-        openai.OpenAI(base_url=f"{gated.url}/v1", api_key="none") as client,
-        pytest.raises(openai.InternalServerError) as failed,
-    ):
-        client.completions.create(model=gated.model, prompt="A failure of", max_tokens=2)
-    assert failed.value.response.headers["x-should-retry"] == "false"
-    assert gated.counters()["requests_added"] == 1
-
-
-@pytest.mark.parametrize("chats", [False, True], ids=["completions", "chat"])
-@pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_failure_in_a_stream_is_an_exception(gated: ServerProcess, prefix: str, chats: bool) -> None:
-    fields: dict[str, Any] = {"model": gated.model, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
-    fields |= {"messages": MESSAGES} if chats else {"prompt": "Once upon a time"}
-    with openai.OpenAI(base_url=gated.url + prefix, api_key="none", max_retries=0) as client:
-        resource: Any = client.chat.completions if chats else client.completions
-        stream = resource.create(**fields, stream=True)
-        next(stream)
-        gated.order("fail")
-        with pytest.raises(openai.APIError, match="the server failed"):
-            list(stream)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from common.server.http.connections import ConnectionLimits
@@ -56,15 +53,6 @@ def test_a_reader_who_leaves_has_a_trace_and_the_server_goes_on(server: ServerPr
     assert read_trace(data)
     assert len(server.complete(max_tokens=3)["choices"]) == 1
     assert_valid(read_trace(server.client.get("/trace", params={"seconds": 0.05}).content))
-
-
-def test_a_server_that_is_idle_at_first_is_recorded_to_the_end(server: ServerProcess) -> None:
-    server.begin_test()
-    with httpx.stream("GET", f"{server.url}/trace", params={"seconds": 1.5}, timeout=HANG_S) as response:
-        time.sleep(0.5)  # the recording is sent several times while it is empty
-        server.complete(max_tokens=3)
-        events = read_trace(response.read())
-    assert requests_of([*events])
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "3601", "nan", "soon"])
@@ -150,24 +138,6 @@ def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_a_shutdown_gives_up_end_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "server.trace"
-    with ServerProcess(
-        SERVED, "--trace", str(path), "--shutdown-timeout", "0.1", "--max-seq-len", "4096"
-    ) as server:
-        with server.streaming(max_tokens=4000) as events:
-            next(events)
-            server.signal()
-            assert list(events)[-1][0] == "error"
-        assert server.wait() == 0
-    events = read_trace(path.read_bytes())
-    assert_valid(events)
-    (track,) = requests_of(events).values()
-    assert track[-1]["args"]["reason"] == "error"
-    assert "shut down" in track[-1]["args"]["error"]
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a device that is always full")
 def test_a_full_disk_ends_the_trace_and_not_the_server() -> None:
     with ServerProcess(SERVED, "--trace", "/dev/full") as server:
@@ -177,11 +147,3 @@ def test_a_full_disk_ends_the_trace_and_not_the_server() -> None:
         assert "Traceback" not in "".join(server.log)
         server.signal()
         assert server.wait() == 0
-
-
-@pytest.mark.slow
-def test_the_file_is_opened_before_the_model_is_loaded(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", SERVED, "--port", "0", "--trace", str(tmp_path), "--model", "no/such"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: --trace {tmp_path}: Is a directory\n"

@@ -235,8 +235,3 @@ def count_libgomps() -> int:
     except OSError:
         return 1
     return len({line.split()[-1] for line in maps if "libgomp" in line})
-
-
-if __name__ == "__main__":  # `make` builds them ahead of the first server
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    load_native_kernels()
