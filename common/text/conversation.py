@@ -79,28 +79,25 @@ class Accepts:
             first, second = text.find(_FIRST), text.find(_SECOND)
             return text[first:second] if min(first, second) >= 0 else None
 
-        def takes(role: str, content: Callable[..., Content]) -> bool:
-            between = shown(_talk(role, content))
-            return between is not None and "type" not in between  # the list itself, as JSON or as Python
+        def taken(content: Callable[..., Content]) -> frozenset[str]:
+            """Return the roles whose content may have this form."""
+            between = {role: shown(_talk(role, content)) for role in ROLES}
+            # A template that does not read lists may write them down, as JSON or as Python.
+            return frozenset(
+                role for role, text in between.items() if text is not None and "type" not in text
+            )
 
-        def calls(count: int, *, as_text: bool) -> bool:
-            return shown(_calls(count, as_text=as_text)) is not None
-
-        argument_texts = not calls(1, as_text=False) and calls(1, as_text=True)
-        several = calls(2, as_text=argument_texts)
-
-        def takes_later(role: str) -> bool:
-            first, second = ({"role": role, "content": needle} for needle in (_FIRST, _SECOND))
-            asked = {"role": "user", "content": "?"}
-            return shown([first, asked, {"role": "assistant", "content": "!"}, second, asked]) is not None
-
+        one, two = (_FIRST + _SECOND,), (_FIRST, _SECOND)
+        takes_objects = shown(_calls(*one, as_text=False)) is not None
+        takes_texts = not takes_objects and shown(_calls(*one, as_text=True)) is not None
+        takes_two = shown(_calls(*two, as_text=takes_texts)) is not None
         return cls(
-            texts=frozenset(role for role in ROLES if takes(role, _text)),
-            parts=frozenset(role for role in ROLES if takes(role, _parts)),
+            texts=taken(_text),
+            parts=taken(_parts),
             developers=re.search("""['"]developer['"]""", source) is not None,
-            later=frozenset(role for role in SYSTEM_ROLES if takes_later(role)),
-            one_call_each=not several and calls(1, as_text=argument_texts),
-            argument_texts=argument_texts,
+            later=frozenset(role for role in SYSTEM_ROLES if shown(_later(role)) is not None),
+            one_call_each=(takes_objects or takes_texts) and not takes_two,
+            argument_texts=takes_texts,
         )
 
 
@@ -229,15 +226,21 @@ def _talk(role: str, content: Callable[..., Content]) -> list[Message]:
     return [message] if role == "user" else [asked, message]
 
 
-def _calls(count: int, *, as_text: bool) -> list[Message]:
-    """Return a conversation with one or two calls in a message. The needles are in their arguments."""
-    looked_for = [_FIRST, _SECOND] if count == 2 else [_FIRST + _SECOND]
-    calls = [_call(text, as_text=as_text, number=number) for number, text in enumerate(looked_for)]
+def _calls(*texts: str, as_text: bool) -> list[Message]:
+    """Return a conversation with a message that has a call for each text. The texts are in the arguments."""
+    calls = [_call(text, as_text=as_text, number=number) for number, text in enumerate(texts)]
     results = [
         {"role": "tool", "content": "Found.", "tool_call_id": call["id"], "name": "look"} for call in calls
     ]
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     return [{"role": "user", "content": "?"}, called, *results]
+
+
+def _later(role: str) -> list[Message]:
+    """Return a conversation in which a message of `role` comes first, and another one later."""
+    asked = {"role": "user", "content": "?"}
+    first, second = ({"role": role, "content": needle} for needle in (_FIRST, _SECOND))
+    return [first, asked, {"role": "assistant", "content": "!"}, second, asked]
 
 
 def _call(text: str, *, as_text: bool, number: int = 0) -> dict[str, Any]:
