@@ -16,14 +16,14 @@ from common.server.api.chat import ChatRequest
 from common.server.api.completions import CompletionRequest
 from common.server.api.messages import EventType as MessageEventType
 from common.server.api.messages import Message, MessageEvent, MessagesRequest, TokenCount
-from common.server.api.response_shapes import (
+from common.server.api.responses import (
     DeletedResponse,
     EventType,
     InputItems,
     ResponseEvent,
     ResponseObject,
+    ResponsesRequest,
 )
-from common.server.api.responses import ResponsesRequest
 from common.server.api.shapes import (
     CacheReset,
     ChatCompletion,

@@ -23,11 +23,9 @@ from common.server.api.chat import ChatRequest
 from common.server.api.chat_answers import ChatChunks
 from common.server.api.completion_answers import CompletionChunks, NamedCompletionEvents
 from common.server.api.completions import CompletionRequest
-from common.server.api.response_answers import ResponseEvents
-from common.server.api.response_shapes import DeletedResponse, InputItems
-from common.server.api.responses import ResponsesRequest
+from common.server.api.response_items import owner_of
+from common.server.api.responses import DeletedResponse, InputItems, ResponseEvents, ResponsesRequest
 from common.server.api.shapes import InputTokens, Text, Tokens, json_response
-from common.server.api.stored_responses import owner_of
 from common.server.api.stream import EventStream, StreamEnds, while_connected
 from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
 from common.server.api.wanted import GenerationRequest

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from common.server.api.stored_responses import ResponseStore, Stored
+from common.server.api.response_items import ResponseStore, Stored
 from common.server.errors import ApiError
 from tests.server.support import MESSAGES, ServerProcess
 from tests.server.test_responses import FOX

@@ -22,6 +22,9 @@ class TextPart(BaseModel):
     text: str
 
 
+#: An id or a name that a client chooses, and that changes no answer.
+Label = Annotated[str, Field(max_length=256)]
+
 Content = Annotated[
     Annotated[str, Tag("str")]
     | Annotated[list[TextPart], Field(max_length=256, fail_fast=True), Tag("list")],
@@ -100,6 +103,11 @@ class ChatMessage(BaseModel):
             raise refused(f"{name}.reasoning_content", "only an assistant's message has thoughts")
         if self.tool_call_id is not None and self.role != "tool":
             raise refused(f"{name}.tool_call_id", "only a tool's message answers a call")
+
+
+def message(role: str, content: Any = "", **fields: Any) -> ChatMessage:
+    """Return a message made of values that were validated already."""
+    return ChatMessage.model_construct(role=role, content=content, **fields)  # type: ignore[arg-type]
 
 
 #: Most messages and calls in a conversation. Checking and rendering one takes about ten microseconds, during which

@@ -46,7 +46,6 @@ from common.server.api.answer import Answer, Choice, WireFormat
 from common.server.api.bodies import BODY, refused
 from common.server.api.chat import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.fields import by_type, note
-from common.server.api.items import Label, message
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from common.server.api.shapes import ErrorDetail, event, json_response
 from common.server.api.stream import while_connected
@@ -113,8 +112,8 @@ class ToolUseBlock(BaseModel):
     model_config = BODY
 
     type: Literal["tool_use"]
-    id: Label
-    name: Label
+    id: chat.Label
+    name: chat.Label
     input: dict[str, Any]
 
 
@@ -132,7 +131,7 @@ class ToolResultBlock(BaseModel):
     model_config = BODY
 
     type: Literal["tool_result"]
-    tool_use_id: Label
+    tool_use_id: chat.Label
     content: Texts | None = None
     is_error: bool | None = Field(default=None, description="a label: the content says what failed")
 
@@ -175,7 +174,7 @@ class InputMessage(BaseModel):
             calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
             text = _text([block for block in blocks if isinstance(block, TextBlock)])
             messages.append(
-                message("assistant", text, reasoning_content=thoughts or None, tool_calls=calls or None)
+                chat.message("assistant", text, reasoning_content=thoughts or None, tool_calls=calls or None)
             )
             return
         texts: list[TextBlock] = []
@@ -184,11 +183,11 @@ class InputMessage(BaseModel):
                 texts.append(block)
                 continue
             if texts:
-                messages.append(message(self.role, _text(texts)))
+                messages.append(chat.message(self.role, _text(texts)))
                 texts = []
-            messages.append(message("tool", _text(block.content), tool_call_id=block.tool_use_id))
+            messages.append(chat.message("tool", _text(block.content), tool_call_id=block.tool_use_id))
         if texts or not blocks:
-            messages.append(message(self.role, _text(texts)))
+            messages.append(chat.message(self.role, _text(texts)))
 
 
 def _text(content: Any) -> Any:
@@ -234,7 +233,7 @@ class ToolChoice(BaseModel):
         description="`auto`: the model decides; `any`: it calls tools; `tool`: it calls the tool `name`; `none`: "
         "it calls none, and is told of none"
     )
-    name: Label | None = None
+    name: chat.Label | None = None
     disable_parallel_tool_use: bool | None = Field(default=None, description="an answer has one call at most")
 
 
@@ -329,7 +328,7 @@ class MessagesRequest(ConversationRequest):
         system: Any = self.system
         if isinstance(system, list):
             system = [block for block in system if not block.text.startswith(BILLING)]
-        messages = [message("system", _text(system))] if system else []
+        messages = [chat.message("system", _text(system))] if system else []
         for each in self.messages:
             each.add_to(messages)
         return messages

@@ -1,35 +1,64 @@
-"""The body of `POST /v1/responses`. The module `items` has the items of its input."""
+"""`POST /v1/responses`: OpenAI's API of items, answered with one response or with a stream of named events.
+
+The items of the input become messages of chat (`response_items`). The answer is items, too. Its stream:
+
+```text
+event: response.created                   before the first token; response.in_progress comes next
+event: response.output_item.added         an item of the output begins: reasoning, a message, a call
+event: response.content_part.added            its only part (a call has none)
+event: response.output_text.delta                 a piece of its text
+event: response.output_text.done                  its whole text
+event: response.content_part.done
+event: response.output_item.done
+event: response.completed                 or response.incomplete: the whole response, with its usage
+```
+
+A reasoning item grows by `response.reasoning_text.delta`, and a call by `response.function_call_arguments.delta`.
+An answer that fails ends with `error` and `response.failed`. Each `data` has the event's name as `type` and its
+number as `sequence_number`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 
 import orjson
 from pydantic import BaseModel, Field, PrivateAttr, Tag
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from common.constrained.grammar import Grammar
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function
+from common.request import StepOutput
+from common.server.api.answer import Answer, Choice, WireFormat
 from common.server.api.answer_forms import naming
 from common.server.api.bodies import BODY, MAX_BODY_BYTES, refused, too_large
 from common.server.api.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
-from common.server.api.chat_messages import ChatMessage, refuse_long
-from common.server.api.items import (
+from common.server.api.chat_messages import ChatMessage, message, refuse_long
+from common.server.api.logprobs import response_logprobs
+from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.api.response_items import (
     ITEMS,
+    ContentPart,
+    FunctionCall,
     Input,
     ItemReference,
-    Message,
+    MessageItem,
+    ReasoningItem,
+    ResponseStore,
+    Status,
+    Stored,
+    ThoughtPart,
     check_items,
     flat_name,
-    message,
     messages_of,
 )
-from common.server.api.response_shapes import ResponseObject, Settings
-from common.server.api.stored_responses import ResponseStore, Stored
+from common.server.api.shapes import ChatTokenLogprobs, ErrorDetail, event
 from common.server.api.tools import (
     BY_CHOICE,
     CHOICE,
@@ -42,13 +71,19 @@ from common.server.api.tools import (
     log_once,
 )
 from common.server.api.wanted import NewTokens, Whole
-from common.server.errors import shorten
+from common.server.errors import from_exception, shorten
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
 
 #: Most bytes of the fields that a response repeats from its request. A stream has these fields three times.
 MAX_SETTINGS = 2**18
+
+#: `sequence_number` of the first event that `lost` returns. Every event that was sent before has a lower number.
+AFTER_ALL = 2**31
+
+
+# ---------------------------------------------------------------------- tools
 
 
 class FunctionTool(FunctionFields):
@@ -61,12 +96,6 @@ class FunctionTool(FunctionFields):
         default=True,
         description="whether calls follow the schema also where `tool_choice` does not require one",
     )
-
-    @property
-    def function(self) -> FunctionTool:
-        """This object, which has the function's fields. In a chat request, an inner object of this name has these
-        fields."""
-        return self
 
     def as_function(self) -> Function:
         return dataclasses.replace(super().as_function(), strict=self.strict is not False)
@@ -157,6 +186,9 @@ ToolChoice = Annotated[
 ]
 
 
+# ---------------------------------------------------------------------- the body
+
+
 class TextFormat(BaseModel):
     """The form of the answer: any text, a JSON object, or JSON that follows a schema."""
 
@@ -232,10 +264,9 @@ class ResponsesRequest(ConversationRequest):
         default=True, description="the response is stored, unless the server stores none"
     )
 
-    _earlier: list[Any] = PrivateAttr(
-        default_factory=list
-    )  # items of the conversation that the input continues
-    _keep: Callable[[str, bytes], None] | None = PrivateAttr(default=None)
+    # The stored items that the input continues, and what stores the response.
+    _earlier: list[Any] = PrivateAttr(default_factory=list)
+    _keep: Callable[[ResponseObject], None] | None = PrivateAttr(default=None)
 
     def recall(self, store: ResponseStore, owner: bytes) -> None:
         """Fetch the stored items that the request refers to, and note where its response is to be stored.
@@ -243,10 +274,8 @@ class ResponsesRequest(ConversationRequest):
         Raises:
             ApiError: 404, this owner has no such response or item; 413, the whole conversation is too large.
         """
-        earlier = b"[]"
         if self.previous_response_id is not None:
-            earlier = store.conversation(owner, self.previous_response_id)
-            self._earlier = ITEMS.validate_json(earlier)
+            self._earlier = ITEMS.validate_json(store.conversation(owner, self.previous_response_id))
         given: Any = self.input
         if not isinstance(given, str):
             self.input = [
@@ -257,26 +286,23 @@ class ResponsesRequest(ConversationRequest):
             ]
         if store.limit == 0 or self.store is False:
             return
-        added = ITEMS.dump_json(self._items, exclude_none=True)
-        conversation = added if earlier == b"[]" else earlier[:-1] + b"," + added[1:]
+        conversation = ITEMS.dump_json([*self._earlier, *self._items], exclude_none=True)
         if len(conversation) > MAX_BODY_BYTES:
             raise too_large("the conversation with its stored items")
-
-        def keep(response_id: str, response: bytes) -> None:
-            store.put(response_id, Stored(owner, conversation, response))
-
-        self._keep = keep
+        self._keep = lambda response: store.put(
+            response["id"], Stored(owner, conversation, orjson.dumps(response))
+        )
 
     def keep(self, response: ResponseObject) -> None:
         """Store the response to this request, if the request and the server want that."""
         if self._keep is not None:
-            self._keep(response["id"], orjson.dumps(response))
+            self._keep(response)
 
     @property
     def _items(self) -> list[Any]:
         """The items of the input."""
         given: Any = self.input
-        return [Message(role="user", content=given)] if isinstance(given, str) else given
+        return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
 
     @cached_property
     def turns(self) -> list[ChatMessage]:
@@ -324,37 +350,38 @@ class ResponsesRequest(ConversationRequest):
 
     @cached_property
     def told_functions(self) -> tuple[Function, ...]:
-        functions = {}
-        for path, namespace, tool in self._tools:
-            if isinstance(tool, OtherTool):
-                kind = shorten(tool.type, 40)
-                log_once(
-                    f"/v1/responses: tools of type {kind!r} are skipped, since this server runs no tools"
-                )
-                continue
-            function = tool.as_function()
-            functions[path] = dataclasses.replace(function, name=flat_name(namespace, function.name))
-        return functions_of(functions)
+        return functions_of(
+            {
+                path: dataclasses.replace(function.as_function(), name=flat_name(namespace, function.name))
+                for path, namespace, function in self._functions
+            }
+        )
 
     @property
-    def _tools(self) -> Iterator[tuple[str, str | None, FunctionTool | OtherTool]]:
-        """Each tool that is no namespace: its path in the body, its namespace, and the tool."""
+    def _functions(self) -> Iterator[tuple[str, str | None, FunctionTool]]:
+        """Each function in the field `tools`: its path in the body, its namespace, and the function."""
         tools: Any = self.tools or ()
         for number, tool in enumerate(tools):
-            if not isinstance(tool, Namespace):
-                yield f"tools[{number}]", None, tool
-                continue
-            for place, inner in enumerate(tool.tools):
-                yield f"tools[{number}].tools[{place}]", tool.name, inner
+            path, namespace, inner = f"tools[{number}]", None, {"": tool}
+            if isinstance(tool, Namespace):
+                namespace = tool.name
+                inner = {f".tools[{place}]": each for place, each in enumerate(tool.tools)}
+            for place, each in inner.items():
+                if isinstance(each, FunctionTool):
+                    yield path + place, namespace, each
+                else:
+                    kind = shorten(each.type, 40)
+                    log_once(
+                        f"/v1/responses: tools of type {kind!r} are skipped, since this server runs no tools"
+                    )
 
     @cached_property
     def _called(self) -> dict[str, dict[str, str]]:
         """The fields of a call that name a function, by the name under which the model knows the function."""
         return {
-            flat_name(namespace, tool.name): {"name": tool.name}
+            flat_name(namespace, function.name): {"name": function.name}
             | ({} if namespace is None else {"namespace": namespace})
-            for _, namespace, tool in self._tools
-            if isinstance(tool, FunctionTool)
+            for _, namespace, function in self._functions
         }
 
     def called(self, name: str) -> Mapping[str, str]:
@@ -366,7 +393,7 @@ class ResponsesRequest(ConversationRequest):
             return [name]
         return [flat for flat, called in self._called.items() if called["name"] == name] or [name]
 
-    def settings(self, temperature: float, top_p: float) -> Settings:
+    def settings(self, temperature: float, top_p: float) -> dict[str, Any]:
         """Return the fields of the request that a response repeats.
 
         Args:
@@ -437,3 +464,351 @@ def _written(schemas: Any) -> Any:
     """Encode fields that hold JSON Schemas as JSON, which `orjson` copies: it cannot write integers over 64 bits
     itself."""
     return orjson.Fragment(to_json(schemas, inf_nan_mode="null"))
+
+
+# ---------------------------------------------------------------------- the answer's objects
+
+#: An item of a response's output.
+OutputItem = Annotated[MessageItem | ReasoningItem | FunctionCall, Field(discriminator="type")]
+
+
+class ResponseFailure(TypedDict):
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: Annotated[
+        int, Field(description="found in memory and not computed; 0 in phases that share nothing")
+    ]
+    cache_write_tokens: Annotated[int, Field(description="0: what is computed may be kept at no charge")]
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(TypedDict):
+    """The JSON answer of `/v1/responses`. Many of its fields repeat fields of the request. Unimplemented ones have
+    a neutral value."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Annotated[int, Field(description="seconds since 1970")]
+    completed_at: int | None
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: Annotated[bool, Field(description="whether the response is stored once it is complete")]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+
+
+class DeletedResponse(TypedDict):
+    """The JSON answer of `DELETE /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(TypedDict):
+    """The JSON answer of `/v1/responses/{id}/input_items`."""
+
+    object: Literal["list"]
+    data: Annotated[list[dict[str, Any]], Field(description="the latest first, unless `order` is `asc`")]
+    first_id: str
+    last_id: str
+    has_more: Literal[False]
+
+
+EventType = Literal[
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.done",
+    "response.completed",
+    "response.incomplete",
+    "error",
+    "response.failed",
+]
+
+
+class ResponseEvent(TypedDict):
+    """The `data` of an event in the stream of a response. `type` is the event's name."""
+
+    type: EventType
+    sequence_number: Annotated[int, Field(description="counts the stream's events from 0")]
+    response: NotRequired[Annotated[ResponseObject, Field(description="first and last events")]]
+    output_index: NotRequired[int]
+    item: NotRequired[OutputItem]
+    item_id: NotRequired[str]
+    content_index: NotRequired[Literal[0]]
+    part: NotRequired[ContentPart | ThoughtPart]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    arguments: NotRequired[str]
+    logprobs: NotRequired[list[ChatTokenLogprobs]]
+    code: NotRequired[Annotated[str, Field(description="`error`")]]
+    message: NotRequired[str]
+    param: NotRequired[str | None]
+    error: NotRequired[Annotated[ErrorDetail, Field(description="`error`: the same, as in every error")]]
+
+
+# ---------------------------------------------------------------------- the answer
+
+#: The middle of the names of an item's `delta` and `done` events, for each type of item.
+GROWS_BY = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ResponseEvents(WireFormat):
+    """Writes one response, as a stream of OpenAI's named events or as one JSON object.
+
+    Args:
+        answer: the answer, which has one choice.
+        wanted: the answer's request, whose settings the response repeats.
+    """
+
+    last = b""
+
+    def __init__(self, answer: Answer, wanted: ResponsesRequest) -> None:
+        super().__init__(answer)
+        self._wanted = wanted
+        params = answer.streams[0].request.params
+        self._settings = wanted.settings(params.temperature, params.top_p)
+        self._output: list[Any] = []  # `OutputItem`s; one that is in progress is the last
+        self._pieces: list[str] = []  # of that item's text
+        self._logprobs: list[ChatTokenLogprobs] = []  # of tokens whose text has not come yet
+        self._num_events = 0
+        self._whole: ResponseObject | None = None  # once the answer has ended
+
+    def opening(self) -> bytes:
+        return _encoded(
+            self._event(name, response=self._response("in_progress"))
+            for name in ("response.created", "response.in_progress")
+        )
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        events = _encoded(self._events(choice, output))
+        if self._whole is not None:
+            self._wanted.keep(self._whole)
+        return events
+
+    def lost(self, choice: Choice, failed: StepOutput) -> bytes:
+        written, self._num_events = self._num_events, AFTER_ALL
+        end = self.events(choice, failed)
+        self._num_events = written
+        return end
+
+    def closing(self) -> bytes:
+        return b""
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
+        (choice,), (outputs,) = self.answer.choices, said
+        events = [each for output in outputs for each in self._events(choice, output)]
+        # In a stream only the pieces have log-probabilities, since its last events repeat the text four times.
+        for each in events:
+            for entry in each.get("logprobs", ()):
+                self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
+        response = events[-1]["response"]
+        self._wanted.keep(response)
+        return response
+
+    # ------------------------------------------------------------------ events
+
+    def _event(self, name: EventType, **fields: Any) -> ResponseEvent:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return {"type": name, "sequence_number": number, **fields}  # type: ignore[typeddict-item]
+
+    def _events(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
+        """Yield the events of one output. To send events, encode each before you take the next: they share items,
+        which grow."""
+        if output.error is not None:
+            yield from self._failure(output.error)
+            return
+        self._logprobs += response_logprobs(self.answer, choice, output)
+        for part in choice.parts(output):
+            logprobs, self._logprobs = self._logprobs, []
+            match part:
+                case TextPart(text):
+                    if not self._in_progress("message"):
+                        yield from self._begin("message", role="assistant", content=[])
+                    yield self._piece(text, logprobs=logprobs)
+                case ReasoningPart(text):
+                    if not self._in_progress("reasoning"):
+                        yield from self._begin("reasoning", summary=[], content=[], encrypted_content=None)
+                    yield self._piece(text)
+                case CallPart(_, call_id, name):
+                    yield from self._begin(
+                        "function_call", call_id=call_id, **self._wanted.called(name), arguments=""
+                    )
+                case ArgumentsPart(_, text):
+                    yield self._piece(text)
+        if output.finished:
+            yield from self._end(choice, output)
+
+    def _in_progress(self, kind: str) -> bool:
+        """True if an item of this type is in progress."""
+        return bool(self._output) and self._output[-1]["type"] == kind
+
+    def _begin(self, kind: str, **fields: Any) -> Iterator[ResponseEvent]:
+        """End the item in progress, and begin an item of type `kind`. Yields the events of both."""
+        yield from self._finish("completed")
+        number = f"{self.answer.id.removeprefix('resp_')}_{len(self._output)}"
+        self._output.append(
+            {"id": f"{PREFIXES[kind]}_{number}", "type": kind, "status": "in_progress", **fields}
+        )
+        yield self._event("response.output_item.added", output_index=self._index, item=self._output[-1])
+        if "content" in fields:
+            yield self._event("response.content_part.added", **self._place, part=_part(kind, ""))
+
+    def _piece(self, text: str, **fields: Any) -> ResponseEvent:
+        """Add a piece of text to the item in progress, and return the `delta` event of that piece."""
+        self._pieces.append(text)
+        name: Any = f"response.{GROWS_BY[self._output[-1]['type']]}.delta"
+        return self._event(name, **self._place, delta=text, **fields)
+
+    def _finish(self, status: Status) -> Iterator[ResponseEvent]:
+        """End the item in progress, if there is any, with this status. Yields the events of the item's end."""
+        if not self._output or self._output[-1]["status"] != "in_progress":
+            return
+        item, text, self._pieces = self._output[-1], "".join(self._pieces), []
+        kind = item["type"]
+        name: Any = f"response.{GROWS_BY[kind]}.done"
+        if kind == "function_call":
+            item["arguments"] = text
+            yield self._event(name, **self._place, arguments=text)
+        else:
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield self._event(name, **self._place, text=text, **more)
+            item["content"] = [_part(kind, text)]
+            yield self._event("response.content_part.done", **self._place, part=item["content"][0])
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Fields of an event about the item in progress: the item's id and index and, if the item has content, the
+        content's index, 0."""
+        item = self._output[-1]
+        place = {"item_id": item["id"], "output_index": self._index}
+        return place | {"content_index": 0} if "content" in item else place
+
+    # ------------------------------------------------------------------ the last events
+
+    def _end(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
+        status: Status = "incomplete" if output.finish_reason == "length" else "completed"
+        if all(item["type"] == "reasoning" for item in self._output) and status == "completed":
+            yield from self._begin("message", role="assistant", content=[])  # clients look for an answer
+        broken_off = choice.reader is not None and choice.reader.in_call
+        yield from self._finish("incomplete" if broken_off else status)
+        response = self._response(status)
+        response["usage"] = self._usage(choice)
+        if status == "completed":
+            response["completed_at"] = int(time.time())
+        else:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._whole = response
+        name: Any = f"response.{status}"
+        yield self._event(name, response=response)
+
+    def _failure(self, error: Exception) -> Iterator[ResponseEvent]:
+        yield from self._finish("incomplete")
+        failure = from_exception(error)
+        # OpenAI documents these three fields. Its server sends an object `error`, for which its libraries raise.
+        told = {"code": failure.code, "message": failure.message, "param": failure.param}
+        yield self._event("error", **told, **failure.body())
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": failure.message}  # one of OpenAI's codes
+        yield self._event("response.failed", response=response)
+
+    def _response(self, status: Any) -> ResponseObject:
+        answer = self.answer
+        return {
+            "id": answer.id,
+            "object": "response",
+            "created_at": answer.created,
+            "completed_at": None,
+            "model": answer.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": self._output,
+            "usage": None,
+            **self._settings,  # type: ignore[typeddict-item]  # the rest of the fields
+        }
+
+    def _usage(self, choice: Choice) -> ResponseUsage:
+        usage = choice.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+            },
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    """Return the content part of a message or of a reasoning item. Each of these items has one."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _encoded(events: Iterable[ResponseEvent]) -> bytes:
+    return b"".join(event(each, each["type"]) for each in events)
