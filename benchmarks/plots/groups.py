@@ -77,9 +77,9 @@ def load_groups(results: Path) -> list[Group]:
     """Return the groups below a folder of results, in the order of their names.
 
     Runs of different comparisons are not mixed: their rates were scaled by different calibrations. If a workload
-    was measured several times on a model, the complete comparison with the most servers is drawn. If several have
-    that number of servers, the latest is drawn. A subfolder of results (`h200`, `peers`) makes groups of its own.
-    Sweeps over a phase's options are tables of the site, not figures.
+    was measured several times on a model, the complete comparison with the most servers is drawn (of several, the
+    latest), and each other one that has a server which no comparison drawn so far has. A subfolder of results
+    (`h200`, `peers`) makes groups of its own. Sweeps over a phase's options are tables of the site, not figures.
     """
     found: dict[str, list[Together]] = defaultdict(list)
     for each in load_comparisons(results):
@@ -94,8 +94,12 @@ def load_groups(results: Path) -> list[Group]:
             found["-".join(parts)].append(dataclasses.replace(each, runs=measured))
     groups = []
     for name, comparisons in sorted(found.items()):
-        best = max(comparisons, key=lambda each: (len(each.labels), each.key))
-        groups.append(Group(name, best.local, _servers(best)))
+        shown: set[str] = set()
+        for each in sorted(comparisons, key=lambda each: (len(each.labels), each.key), reverse=True):
+            if not shown.issuperset(each.labels):
+                own_name = f"{name}-{each.first.comparison}" if shown else name
+                groups.append(Group(own_name, each.local, _servers(each)))
+                shown.update(each.labels)
     return groups
 
 

@@ -148,9 +148,16 @@ def test_comparisons_are_not_mixed(tmp_path: Path) -> None:
     (group,) = load_groups(tmp_path)
     assert {run.comparison for server in group.servers for run in server.runs} == {old}  # more servers
     save(tmp_path, make_run("phase 6", 6, comparison=new))
+    later, earlier = load_groups(tmp_path)
+    assert {run.comparison for server in later.servers for run in server.runs} == {new}
+    assert [server.label for server in later.servers] == ["phase 5", "phase 6"]
+    assert [server.label for server in earlier.servers] == [
+        "phase 4",
+        "phase 5",
+    ]  # no other figure has phase 4
+    save(tmp_path, make_run("phase 4", 4, comparison=new))
     (group,) = load_groups(tmp_path)
-    assert {run.comparison for server in group.servers for run in server.runs} == {new}  # later
-    assert [server.label for server in group.servers] == ["phase 5", "phase 6"]
+    assert len(group.servers) == 3
 
 
 def test_quick_runs_and_other_machines_are_groups_of_their_own(tmp_path: Path) -> None:
