@@ -1,6 +1,6 @@
 """A failed forward pass, as each kind of answer tells it, and a client that leaves each kind of answer.
 
-What a failed pass means for other requests is tested at the engine (`tests/common/test_engine.py`).
+What a failed pass means for other requests is tested at the engine (`tests/test_failures.py`).
 """
 
 from __future__ import annotations
