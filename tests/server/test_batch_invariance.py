@@ -7,14 +7,11 @@ import re
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from torch import Tensor
 
-import common.models.layers
 from common.engine.engine import Engine
 from common.server.app import create_app
 from common.startup.phases import find_phase
 from kernels import native
-from kernels.linear import packed_linear
 
 BODY = {
     "model": "zoo:llama-tiny",
@@ -52,26 +49,6 @@ def test_said_of_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
     engine, line = start(caplog)
     assert re.fullmatch(r".*\(cpu, torch\.float32, native kernels, batch invariant\) in .* s", line)
     assert ask(engine)[0] is True
-
-
-def test_a_product_that_depends_on_the_number_of_rows_is_told_and_served(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native.is_loaded() or not native.has_products(torch.float32):
-        pytest.skip("no native kernels here")
-    expected = ask(start(caplog)[0])[1]
-    caplog.clear()
-
-    def mutant(x: Tensor, packed: Tensor, outputs: int, *others: Tensor | None) -> Tensor:
-        y = packed_linear(x, packed, outputs, *others)
-        if x.shape[0] == 16:
-            y[3, 5] *= 1 + 2.0**-7
-        return y
-
-    monkeypatch.setattr(common.models.layers, "packed_linear", mutant)
-    engine, line = start(caplog)
-    assert "native kernels, not batch invariant)" in line
-    assert ask(engine) == (False, expected)  # no pass here has sixteen rows
 
 
 @pytest.mark.usefixtures("torch_kernels")

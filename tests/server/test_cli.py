@@ -6,8 +6,6 @@ import importlib.metadata
 import logging
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -267,12 +265,3 @@ def test_a_folders_path_is_not_shown(phase: str, tmp_path: Path) -> None:
             assert str(tmp_path) not in server.client.get(path).text
         assert str(tmp_path) not in server.post(model="other").text
         assert server.complete()["model"] == "broken"
-
-
-def test_as_a_command(phase: str) -> None:
-    command = [sys.executable, "-m", phase, "--dtype", "int3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: --dtype")
-    assert ended.stderr.count("\n") == 1
-    assert ended.stdout == ""
