@@ -6,10 +6,13 @@ phase start a server of their own.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from common.models.registry import ZOO
 from tests.server.support import BATCH, QUEUE, ServerProcess, called_from_python
 from tests.support.browser import tab
 
@@ -66,3 +69,31 @@ def mortal(phase: str) -> Iterator[ServerProcess]:
     """A gated server for one test only, which may end it."""
     with start_gated(phase) as process:
         yield process
+
+
+#: Qwen 3's: thoughts of earlier turns are left out, and `enable_thinking` false puts an empty thought before the
+#: answer. Its variable `reasoning_effort` is not Qwen's.
+THINKING_TEMPLATE = """\
+{%- if reasoning_effort %}{{ '<|im_start|>system\\nEffort: ' + reasoning_effort + '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and message.reasoning_content and loop.last %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- if opens_thought %}{{ '<think>\\n' }}{% endif %}
+{%- endif %}"""
+
+
+@pytest.fixture(scope="session")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model whose template knows thoughts. Grammars make the model write them."""
+    folder = Path(shutil.copytree(ZOO / "llama-tiny", tmp_path_factory.mktemp("thinker") / "model"))
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    with ServerProcess("phase9_pipelined", "--model", str(folder), "--max-seq-len", "512") as process:
+        yield process
+        assert "Traceback" not in process.log_text

@@ -454,10 +454,12 @@ class LocalServer(Served):
 # ---------------------------------------------------------------------- apps without a socket
 
 
-def app_with(phase: str = "phase5_continuous", **options: Any) -> TestClient:
+def app_with(
+    phase: str = "phase5_continuous", *, model: str = "zoo:llama-tiny", **options: Any
+) -> TestClient:
     """Return a client of an app with a small engine. The options go to `create_app`."""
     package = find_phase(phase)
-    engine = package.build_engine(package.Config(device="cpu", dtype="float32", max_seq_len=64))
+    engine = package.build_engine(package.Config(model=model, device="cpu", dtype="float32", max_seq_len=64))
     return TestClient(create_app(engine, model_name=MODEL, **options))
 
 

@@ -8,9 +8,18 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import MESSAGES, PREFIXES, ServerProcess, answer_of, assert_error, rendered
+from tests.server.support import (
+    MESSAGES,
+    PREFIXES,
+    ServerProcess,
+    answer_of,
+    app_with,
+    assert_error,
+    rendered,
+)
 
 
 @pytest.fixture(params=PREFIXES)
@@ -124,44 +133,43 @@ def test_no_content_is_an_empty_text(server: ServerProcess, role: str) -> None:
 # ---------------------------------------------------------------------- other templates
 
 
-def serve(folder: Path, template: str | None) -> ServerProcess:
+def app_of(folder: Path, template: str | None) -> TestClient:
+    """Return a client of an app whose model has this chat template."""
     copy = Path(shutil.copytree(ZOO / "llama-tiny", folder / "model"))
     (copy / "chat_template.jinja").unlink()
     if template is not None:
         (copy / "chat_template.jinja").write_text(template)
-    return ServerProcess("phase5_continuous", "--model", str(copy), "--max-seq-len", "256")
+    return app_with(model=str(copy))
 
 
-def test_a_model_without_a_template(tmp_path: Path) -> None:
-    with serve(tmp_path, None) as other:
+def test_a_model_without_a_template_refuses_conversations(tmp_path: Path) -> None:
+    with app_of(tmp_path, None) as client:
         for prefix, status in (("/v1", 422), ("/openai/v1", 400)):
-            assert_error(post(other, prefix), status, "messages", says="no chat template")
-        other.assert_serves()
+            refused = client.post(f"{prefix}/chat/completions", json={"messages": MESSAGES})
+            assert_error(refused, status, "messages", says="no chat template")
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_what_a_template_is_told_and_what_it_says(tmp_path: Path) -> None:
+def test_a_template_reads_variables_and_may_refuse(tmp_path: Path) -> None:
     """A template gets `chat_template_kwargs`. If it raises, the request is refused and the next one served."""
     template = (
         "{% if loud %}{{ messages[0].content | upper }}{% else %}{{ messages[0].content }}{% endif %}"
         "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ 'x' * times }}"
     )
-    with serve(tmp_path, template) as other:
-        hello = [{"role": "user", "content": "hello"}]
+    hello = [{"role": "user", "content": "hello"}]
+    with app_of(tmp_path, template) as client:
+
+        def ask(
+            path: str = "/v1/chat/completions", messages: Any = hello, **variables: Any
+        ) -> httpx.Response:
+            sent = {"messages": messages, "chat_template_kwargs": variables}
+            return client.post(path, json=sent | ({"max_tokens": 4} if "chat" in path else {}))
+
         for variables, text in (({"times": 1}, "hellox"), ({"times": 2, "loud": True}, "HELLOxx")):
-            answer = chat(other, messages=hello, chat_template_kwargs=variables)
             token_ids = open_checkpoint("zoo:llama-tiny").tokenizer().encode(text, add_special_tokens=False)
-            assert answer["usage"]["prompt_tokens"] == len(token_ids)
-        for fields, says in (
-            ({"messages": hello * 2, "chat_template_kwargs": {"times": 1}}, "one at a time"),
-            ({"messages": hello, "chat_template_kwargs": {"times": "x"}}, "TypeError"),
-        ):
-            assert_error(post(other, **fields), 422, "messages", says=says)
-        empty = [{"role": "user", "content": ""}]
-        assert_error(post(other, messages=empty, chat_template_kwargs={"times": 0}), 400, "messages")
-        refused = other.client.post(
-            "/tokenize", json={"messages": hello * 2, "chat_template_kwargs": {"times": 1}}
-        )
-        assert_error(refused, 422, "messages", "invalid_value", "one at a time")
-        assert refused.headers["x-request-id"]
-        assert "Traceback" not in other.log_text
-        assert chat(other, messages=hello, chat_template_kwargs={"times": 1})
+            assert answer_of(ask(**variables))["usage"]["prompt_tokens"] == len(token_ids)
+        assert_error(ask(messages=hello * 2, times=1), 422, "messages", says="one at a time")
+        assert_error(ask("/tokenize", hello * 2, times=1), 422, "messages", says="one at a time")
+        assert_error(ask(times="x"), 422, "messages", says="TypeError")
+        assert_error(ask(messages=[{"role": "user", "content": ""}], times=0), 400, "messages")
+        assert ask(times=1).status_code == 200

@@ -13,10 +13,8 @@ from anthropic.types import Message, MessageParam
 from pydantic import BaseModel
 
 from tests.server.support import MESSAGES, ServerProcess, answer_of, read_events, rendered
-from tests.server.test_reasoning import ANSWER, ASKED, THINKS, THOUGHT, thinker
+from tests.server.test_reasoning import ANSWER, ASKED, THINKS, THOUGHT
 from tests.server.test_tools import SCHEMAS, TOOLS
-
-__all__ = ["thinker"]
 
 SYSTEM, USER = (message["content"] for message in MESSAGES)
 ASK: list[MessageParam] = [{"role": "user", "content": USER}]

@@ -6,33 +6,14 @@ The bundled model gets a template like Qwen 3's, and grammars force it to write 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.models.registry import ZOO, open_checkpoint
+from common.models.registry import open_checkpoint
 from tests.server.support import ServerProcess, answer_of
 from tests.server.test_responses import respond, settled, stream
-
-#: Qwen 3's: thoughts of earlier turns are left out, and `enable_thinking` false puts an empty thought before the
-#: answer. Its variable `reasoning_effort` is not Qwen's.
-TEMPLATE = """\
-{%- if reasoning_effort %}{{ '<|im_start|>system\\nEffort: ' + reasoning_effort + '<|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' and message.reasoning_content and loop.last %}
-{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
-{%- endif %}
-{{- message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-{%- if opens_thought %}{{ '<think>\\n' }}{% endif %}
-{%- endif %}"""
 
 ASKED: list[Any] = [{"role": "user", "content": "Is the fox brave?"}]
 THOUGHT = "Foxes are brave."
@@ -40,15 +21,6 @@ ANSWER = "It is."
 #: Grammars for the text of a thinking model, and of one whose prompt has opened the thought.
 THINKS = {"structured_outputs": {"regex": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}".replace(".", "\\.")}}
 GOES_ON = {"structured_outputs": {"regex": f"{THOUGHT}\n</think>\n\n{ANSWER}".replace(".", "\\.")}}
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = Path(shutil.copytree(ZOO / "llama-tiny", tmp_path_factory.mktemp("thinker") / "model"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with ServerProcess("phase9_pipelined", "--model", str(folder), "--max-seq-len", "512") as process:
-        yield process
-        assert "Traceback" not in process.log_text
 
 
 @pytest.fixture
