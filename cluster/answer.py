@@ -8,7 +8,7 @@ from starlette.types import Send
 from cluster.forwarding import Ended, Head, Part
 from common.server.errors import ApiError, error_response
 
-ERROR, UNAVAILABLE = 400, 503
+UNAVAILABLE = 503
 
 
 class Answer:
@@ -46,11 +46,6 @@ class Answer:
             return
         await self._begin()
         await self._send_body(part, ends=self._left is not None and len(part) >= self._left)
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the status so far is an error. After a 503, another replica may still accept the request."""
-        return self._head is not None and self._head.status >= ERROR
 
     @property
     def refusal(self) -> str | None:

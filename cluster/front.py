@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
@@ -48,7 +48,6 @@ from common.server.http.middleware import (
     AllowedHosts,
     ApiKeys,
     OwnPages,
-    PaceRefusals,
     RequestIds,
     client_of,
     cors_settings,
@@ -149,7 +148,7 @@ class Front:
         self._draining = False
         self._answers: set[Answer] = set()  # answers that are not complete
         self._returning = asyncio.create_task(keep_returning_memory())
-        self.guarded = guarded(self._answer, server_options, is_computing=self._is_computing)
+        self.guarded = guarded(self._answer, server_options)
         if listen_at is not None:
             self._serving = await serve_http(
                 RequestIds(self.guarded),
@@ -168,10 +167,6 @@ class Front:
     def num_running(self) -> int:
         """Return the number of requests whose answer is not complete."""
         return len(self._answers)
-
-    def _is_computing(self) -> bool:
-        """Return whether a request is being answered and has not been refused."""
-        return not all(answer.is_refusal for answer in self._answers)
 
     # ------------------------------------------------------------------ requests
 
@@ -366,23 +361,15 @@ class Front:
         return answers
 
 
-def guarded(app: ASGIApp, options: CommonOptions, *, is_computing: Callable[[], bool]) -> ASGIApp:
-    """Return an app behind the checks of keys, hosts and origins, in the order of `create_app`.
-
-    Refusals of all replicas share one limit on their rate, which is kept here.
-
-    Args:
-        app: the app.
-        options: the server's options.
-        is_computing: returns whether answers are being computed. If not, refusals leave at once.
-    """
+def guarded(app: ASGIApp, options: CommonOptions) -> ASGIApp:
+    """Return an app behind the checks of keys, hosts and origins, in the order of `create_app`."""
     if options.api_key:
         app = ApiKeys(app, options.api_key)
     else:
         app = OwnPages(app, AllowedHosts(options.host, options.allowed_host), options.cors_origin)
     if options.cors_origin:
         app = CORSMiddleware(app, **cors_settings(options.cors_origin))
-    return PaceRefusals(app, is_computing)
+    return app
 
 
 def _headers_of(request: Request) -> tuple[tuple[bytes, bytes], ...]:

@@ -72,7 +72,6 @@ class Replica:
             other_names=names[1:],
             step_timeout_s=server_options.step_timeout,
             live_view=False,  # it would show the steps of any one replica
-            pace_refusals=False,  # the front does, and asks another replica if this one is full
             tool_call_parser=server_options.tool_call_parser,
             reasoning_parser=server_options.reasoning_parser,
             strict_fields=server_options.strict_fields,

@@ -24,9 +24,7 @@ from common.server.http.middleware import (
     AnswerErrors,
     ApiKeys,
     CountAnswers,
-    HeadAsGet,
     OwnPages,
-    PaceRefusals,
     RequestIds,
     RootPath,
     cors_settings,
@@ -55,7 +53,6 @@ def create_app(
     step_timeout_s: float | None = None,
     ping_s: float = 15.0,
     live_view: bool = True,
-    pace_refusals: bool = True,
     admin: bool = False,
     tool_call_parser: ToolCallParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
@@ -80,8 +77,6 @@ def create_app(
             limit.
         ping_s: seconds between the pings of a stream (comments that keep idle connections open).
         live_view: whether clients can watch the engine's steps (`GET /steps`).
-        pace_refusals: whether this app limits the rate of error answers (`PaceRefusals`). Pass False if a
-            front of a cluster passes requests on to this app and limits the rate itself.
         admin: whether clients may pause the engine (`POST /pause`, `POST /resume`).
         tool_call_parser, reasoning_parser: how tool calls and thoughts are found in answers (`Dialect.of`).
         strict_fields: whether unknown fields of a request's body are refused instead of ignored.
@@ -140,7 +135,8 @@ def create_app(
     ):
         app.include_router(router)
         app.state.paths += [route.path for route in router.routes if isinstance(route, APIRoute)]
-    app.add_middleware(HeadAsGet)
+    for route in [each for each in app.routes if isinstance(each, APIRoute) and "GET" in each.methods]:
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_middleware(AnswerErrors)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
@@ -151,8 +147,6 @@ def create_app(
         app.add_middleware(  # outside of the key check: pages may read refusals, and a preflight request has no key
             CORSMiddleware, **cors_settings(cors_origins)
         )
-    if pace_refusals:
-        app.add_middleware(PaceRefusals, is_computing=lambda: worker.latest_step.active > 0)
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
     app.add_middleware(CountAnswers, counts=service.answers)

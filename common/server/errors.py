@@ -182,8 +182,9 @@ def from_exception(error: Exception) -> ApiError:
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:
-    request_id = getattr(request.state, "request_id", None)
-    return error_response(request.url.path, from_exception(error), request_id)
+    refusal = from_exception(error)
+    request.state.error_code = refusal.code  # for the count of answers
+    return error_response(request.url.path, refusal, getattr(request.state, "request_id", None))
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:

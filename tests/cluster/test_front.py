@@ -1,26 +1,22 @@
-"""The front's checks, which replicas do not repeat, and the pace of its refusals. Replicas are stand-ins."""
+"""The front's checks, which replicas do not repeat. Replicas are stand-ins."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 from starlette.types import Message
 
-import common.server.http.middleware
 from cluster.forwarding import Forwarded, Head, Part
 from common.server.errors import unavailable
-from common.server.http.middleware import PaceRefusals, RequestIds
+from common.server.http.middleware import RequestIds
 from common.server.options import CommonOptions
 
 pytestmark = [pytest.mark.cluster, pytest.mark.anyio]
-
-EXTRA = 8  # refusals beyond the burst
 
 
 class Replicas:
@@ -146,54 +142,17 @@ class Fronted:
         return statuses[0]
 
 
-@pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds for which each refusal has waited. Waiting takes no real time."""
-    seconds: list[float] = []
-
-    async def sleep(delay: float) -> None:
-        seconds.append(delay)
-        await asyncio.sleep(0)
-
-    # In the middleware alone: servers of other tests sleep in this process, too.
-    stand_in = SimpleNamespace(sleep=sleep, get_running_loop=asyncio.get_running_loop)
-    monkeypatch.setattr(common.server.http.middleware, "asyncio", stand_in)
-    return seconds
-
-
-@pytest.mark.parametrize("key", [b"right", b"wrong"], ids=["refused by a replica", "refused by the front"])
-async def test_refusals_are_paced_while_another_request_is_answered(key: bytes, slept: list[float]) -> None:
-    front, right = Fronted(Replicas()), (b"authorization", b"Bearer right")
-    await front.start(api_key=["right"])
-    for _ in range(PaceRefusals.BURST + EXTRA):
-        assert await front.ask("no", right) == 422
-    assert slept == [], "nothing is computed"
-    async with front.answering(right):
-        for _ in range(EXTRA):
-            status = await front.ask("no", (b"authorization", b"Bearer " + key))
-            assert status == (422 if key == b"right" else 401)
-        assert len(slept) == EXTRA
-        assert await front.ask("Once", right) == 200
-        assert len(slept) == EXTRA, "an answer does not wait"
-
-
-async def test_a_full_replicas_refusal_does_not_wait_since_another_is_asked(slept: list[float]) -> None:
+async def test_a_request_that_a_full_replica_refuses_goes_to_another() -> None:
     replicas = Replicas()
     front = Fronted(replicas)
     await front.start()
-    async with front.answering():
-        replicas.full.add("a")
-        replicas.asked.clear()
-        for _ in range(PaceRefusals.BURST + EXTRA):
-            assert await front.ask("Once") == 200
-        assert replicas.asked == ["a", "b"] * (PaceRefusals.BURST + EXTRA)
-        assert slept == []
-        replicas.full.add("b")
-        for _ in range(PaceRefusals.BURST + EXTRA):
-            assert await front.ask("Once") == 503
-        assert len(slept) == EXTRA
-        replicas.full.clear()
-        assert await front.ask("Once") == 200
+    replicas.full.add("a")
+    assert await front.ask("Once") == 200
+    assert replicas.asked == ["a", "b"]
+    replicas.full.add("b")
+    assert await front.ask("Once") == 503
+    replicas.full.clear()
+    assert await front.ask("Once") == 200
 
 
 async def test_hosts_and_sites_are_checked_by_the_front() -> None:

@@ -103,19 +103,6 @@ def test_an_answer_of_a_known_length_ends_with_its_last_byte() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_is_a_refusal_until_another_replica_accepts_the_request() -> None:
-    async def run() -> None:
-        answer = Answer(Client().send, "/v1/completions")
-        assert not answer.is_refusal, "perhaps a replica computes it"
-        await answer.add(Head(503, ()))
-        await answer.add(orjson.dumps(unavailable("full", code="queue_full", retry_after_s=1).body()))
-        assert answer.is_refusal
-        await answer.add(STREAM)
-        assert not answer.is_refusal
-
-    asyncio.run(run())
-
-
 # ---------------------------------------------------------------------- an answer that was cut off
 
 

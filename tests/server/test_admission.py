@@ -376,20 +376,15 @@ async def test_many_choices_leave_places_for_others() -> None:
 # ---------------------------------------------------------------------- large bodies
 
 
-def request(body: bytes, *, complete: bool = True, **state: Any) -> Request:
-    """Return a request whose body comes in pieces of 64 KiB. If it is not `complete`, the client then stalls, or
-    has left if `state` says so."""
+def request(body: bytes) -> Request:
+    """Return a request whose body comes in pieces of 64 KiB."""
     unread = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
 
     async def receive() -> dict[str, Any]:
-        if not unread and "client_left" in state:
-            return {"type": "http.disconnect"}
-        if not unread:
-            await asyncio.Event().wait()
-        return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread) or not complete}
+        return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread)}
 
     headers = [(b"content-type", b"application/json")]
-    return Request({"type": "http", "headers": headers, "state": state}, receive)
+    return Request({"type": "http", "headers": headers}, receive)
 
 
 def in_bodies(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:

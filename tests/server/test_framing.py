@@ -36,7 +36,6 @@ def test_an_answer_of_a_known_length_after_a_stream_is_not_framed() -> None:
     request = b"GET /" + HEAD % b"1.1"
     assert written(parser, request, [], [b"a token"]).endswith(b"7\r\na token\r\n0\r\n\r\n")
     parser.start_next_cycle()
-    parser.begin_turn()
     assert written(parser, request, [("content-length", "7")], [b"a token"]).endswith(b"\r\n\r\na token")
 
 
@@ -59,7 +58,6 @@ def test_a_heads_size_counts_and_not_its_packets(packet_bytes: int, excess: int)
         event: object = None
         for begin in range(0, len(head), packet_bytes):
             parser.receive_data(head[begin : begin + packet_bytes])
-            parser.begin_turn()
             event = parser.next_event()
         return event
 

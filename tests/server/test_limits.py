@@ -12,7 +12,6 @@ import json
 import logging
 import resource
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from unittest.mock import MagicMock
@@ -21,25 +20,21 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from common.server.api.bodies import Bodies, expire
-from common.server.errors import unavailable
+from common.server.api.bodies import expire
 from common.server.http import connections
 from common.server.http.connections import (
-    MAX_PIPELINED_BYTES,
     Config,
     Connection,
     ConnectionLimits,
     TooMany,
 )
-from common.server.http.framing import EVENTS_PER_TURN, FREE_BODY_PIECES
-from common.server.http.middleware import OPEN_PATHS, PaceRefusals
-from common.server.http.sockets import LingeringTransport, allow_open_files, find_lost_peers
-from common.server.service import Service
+from common.server.http.framing import FREE_BODY_PIECES
+from common.server.http.middleware import OPEN_PATHS
+from common.server.http.sockets import allow_open_files, find_lost_peers
 from tests.server.support import (
     HANG_S,
     HEAD,
     LocalServer,
-    app_with,
     assert_told,
     eventually,
     everything,
@@ -156,89 +151,13 @@ def test_nonsense_behind_an_answer(strict: LocalServer) -> None:
         assert everything(connection) == b""
 
 
-def test_a_target_with_a_host(strict: LocalServer) -> None:
-    """Clients of a proxy send targets with a host. It replaces the host of the header."""
-    for target, status in (
-        (b"http://127.0.0.1/health", 200),
-        (b"HTTP://user@127.0.0.1:1?x=1", 200),
-        (b"http://127.0.0.1/nowhere?x=1", 404),
-        (b"http://[::1/health", 400),
-        (b"ftp://127.0.0.1/health", 404),
-    ):
-        with strict.connect() as connection:
-            connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % target)
-            assert everything(connection).startswith(b"HTTP/1.1 %d " % status), target
-
-
-LARGE_BODY = HEAD + b"Content-Length: 1000000\r\n\r\n" + b" " * 300_000  # the rest does not come
-
-
-@contextlib.contextmanager
-def rate_used_up(server: LocalServer) -> Iterator[Bodies]:
-    """Context manager: all large bodies wait during the block."""
-    bodies, loop = server.service.bodies, server.http._loop
-    assert loop is not None
-    asyncio.run_coroutine_threadsafe(bodies._turn.acquire(), loop).result(HANG_S)
-    yield bodies
-    loop.call_soon_threadsafe(bodies._turn.release)
-
-
-def test_too_many_bodies_wait(strict: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bodies that wait are served later, though they wait for longer than a body may take to come."""
-    monkeypatch.setattr(Bodies, "MOST_WAITING", 4)
-    body = json.dumps(strict.body(stream=False)).encode() + b" " * 100_000
-    with contextlib.ExitStack() as clients:
-        with rate_used_up(strict) as bodies:
-            waiting = [
-                clients.enter_context(strict.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body))
-                for _ in range(Bodies.MOST_WAITING)
-            ]
-            eventually(lambda: bodies._waiting == Bodies.MOST_WAITING)
-            with strict.connect(LARGE_BODY) as connection:
-                assert_told(everything(connection), 503, "bodies_busy")
-            strict.assert_serves()
-            time.sleep(1.2)
-        assert [connection.recv(12) for connection in waiting] == [b"HTTP/1.1 200"] * Bodies.MOST_WAITING
-    assert strict.service.bodies._waiting == 0
-
-
-def have_all_left(server: LocalServer) -> bool:
-    """Return whether the server knows of each client that has connected that it has left."""
-    loop = server.http._loop
-    assert loop is not None
-
-    async def asked() -> bool:
-        connections = list(server.http.server_state.connections)
-        return all(
-            connection._client_left() for connection in connections if isinstance(connection, Connection)
-        )
-
-    return asyncio.run_coroutine_threadsafe(asked(), loop).result(HANG_S)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells before the bytes are read")
-def test_clients_that_leave_while_their_bodies_wait(strict: LocalServer) -> None:
-    with contextlib.ExitStack() as clients:
-        with rate_used_up(strict) as bodies:
-            for _ in range(Bodies.MOST_WAITING):
-                clients.enter_context(strict.connect(LARGE_BODY))
-            eventually(lambda: bodies._waiting == Bodies.MOST_WAITING)
-            before_s = bodies._paid_until_s
-            clients.close()
-            eventually(lambda: have_all_left(strict))  # the ends of connections may arrive a moment later
-        eventually(lambda: not bodies._waiting)
-    eventually(lambda: not strict.http.server_state.connections)
-    assert bodies._paid_until_s == before_s, "their bytes use no rate"
-
-
 # ---------------------------------------------------------------------- requests in pieces
 
 
 def test_a_body_in_many_pieces(strict: LocalServer) -> None:
-    """Parsing the body takes several turns of the event loop."""
     body = json.dumps(strict.body(stream=False, max_tokens=2)).encode()
     small = [body[at : at + 1] for at in range(len(body))]
-    pieces = [b" " * 512] * (2 * EVENTS_PER_TURN) + small  # so many pieces need a large body
+    pieces = [b" " * 1024] * (2 * FREE_BODY_PIECES) + small  # so many pieces need a large body
     request = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
     with strict.connect(request * 2) as connection:
         answers = everything(connection)
@@ -266,68 +185,14 @@ async def hanging(scope: Scope, receive: Receive, send: Send) -> None:
     await asyncio.sleep(HANG_S)
 
 
-@pytest.mark.anyio
-async def test_a_turn_of_the_event_loop_parses_so_much_and_no_more() -> None:
-    """Many chunks of one byte come in one read. They are parsed in several turns. Others are served in between."""
-    config = Config(hanging, ConnectionLimits(), lifespan="off", ws="none", log_config=None)
-    connection = connection_of(transport_of(), ServerState(), config)
-    connection.data_received(CHUNKED + b"1\r\nx\r\n" * 40_000)
-    assert 0 < len(connection.cycle.body) < EVENTS_PER_TURN
-    connection.data_received(b"1\r\nx\r\n")
-    assert len(connection.cycle.body) < EVENTS_PER_TURN, "a packet is no turn of its own"
-    await asyncio.sleep(0)
-    assert EVENTS_PER_TURN < len(connection.cycle.body) < 2 * EVENTS_PER_TURN
-    connection.connection_lost(None)
-    for task in connection.tasks:
-        task.cancel()
-
-
-@contextlib.contextmanager
-def computing(server: LocalServer) -> Iterator[socket.socket]:
-    """Yield a connection whose request is being computed. After the block, the request must be cancelled."""
-    server.counted = {}
-    server.counted = server.counters()
-    with server.connect(with_body(server.body(stream=False, max_tokens=3500, ignore_eos=True))) as connection:
-        eventually(lambda: server.engine.telemetry.latest.active == 1)
-        yield connection
-    eventually(lambda: server.counters()["requests_cancelled"] == 1)
-
-
-@pytest.mark.parametrize("more", [b"x", GET_HEALTH])
-def test_bytes_behind_a_request_do_not_hide_that_its_client_leaves(strict: LocalServer, more: bytes) -> None:
-    with computing(strict) as connection:
-        connection.sendall(more)
-        time.sleep(0.05)  # the server reads these bytes before it sees that the client leaves
-
-
-def test_too_much_behind_a_request(strict: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
-    with computing(strict) as connection:
-        with contextlib.suppress(OSError):  # the server closes before all bytes are sent
-            connection.sendall(b"x" * 2 * MAX_PIPELINED_BYTES)
-        assert everything(connection) == b""
-    assert "behind a request that is not answered yet: closed" in caplog.text
-
-
-def test_an_answer_before_the_end_of_the_request_is_the_last(strict: LocalServer) -> None:
-    """The client gets the answer while it goes on sending. The server parses no byte after the answer."""
-    with strict.connect(CHUNKED.replace(b"POST", b"PUT")) as connection:
-        answer = connection.recv(65536)
-        for _ in range(20):
-            connection.sendall(b"no chunk\r\n" * 1000)
-        answer += everything(connection)
-    assert_told(answer, 405, "method_not_allowed")
-
-
-@pytest.mark.anyio
-async def test_a_connection_may_be_reset_when_it_is_to_close() -> None:
-    transport = transport_of()
-    transport.write_eof.side_effect = OSError(107, "Transport endpoint is not connected")
-    lingering = LingeringTransport(transport, lambda: True, linger_s=0.01)
-    lingering.close()
-    assert lingering.is_closing()
-    transport.close.assert_not_called()
-    await asyncio.sleep(0.1)
-    transport.close.assert_called_once()
+def test_the_rest_of_a_body_is_dropped_behind_its_answer(strict: LocalServer) -> None:
+    """A client that writes its whole request before it reads gets the answer, and may send the next request."""
+    large = HEAD + b"Content-Length: 9000000\r\n\r\n" + b" " * 9_000_000
+    with strict.connect() as connection:
+        connection.sendall(large + GET_HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        answers = everything(connection)
+    assert answers.startswith(b"HTTP/1.1 413 ")
+    assert b" 200 OK" in answers
 
 
 # ---------------------------------------------------------------------- answers that are not taken
@@ -436,27 +301,6 @@ async def test_open_paths_are_open_beyond_the_bound_below_a_prefix(prefix: str) 
     assert told == [503] * 4
     for each in (first, second):
         each.connection_lost(None)
-
-
-def test_refusals_of_open_paths_are_not_paced_below_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    paced: list[PaceRefusals] = []
-
-    def refuse(_: Service) -> None:
-        raise unavailable("stuck", code="engine_stuck", retry_after_s=1)
-
-    async def turn(middleware: PaceRefusals) -> None:
-        paced.append(middleware)
-
-    monkeypatch.setattr(PaceRefusals, "_turn", turn)
-    with app_with(root_path="/llm") as client:
-        with monkeypatch.context() as stuck:
-            stuck.setattr(Service, "require_health", refuse)
-            for prefix in ("/llm", ""):
-                assert client.get(f"{prefix}/health").status_code == 503
-        assert not paced
-        assert client.get("/llm/nowhere").status_code == 404
-        assert len(paced) == 1
-        assert client.get("/llm/health").status_code == 200
 
 
 def test_as_many_files_as_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,7 @@ pieces ──> Bodies.read_json ──> parse ──> Body
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -58,12 +57,11 @@ class Bodies:
     """Reads request bodies, within a time limit and a shared rate.
 
     Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
-    they can would take its time. While the rate is used up, the connections of large bodies are not read, and
-    their clients wait. These bodies wait in a queue, whose bound also bounds their memory. A body costs the
-    others no time if its client has left when its turn comes (`client_left`).
+    they can would take its time. While the rate is used up, the connections of large bodies are not read, and their
+    clients wait.
 
     Args:
-        timeout_s: most seconds from the end of a request's head to the end of its body, without waits for the rate.
+        timeout_s: most seconds from the end of a request's head to the end of its body.
         bytes_per_s: the rate at which all large bodies together may come.
     """
 
@@ -71,7 +69,7 @@ class Bodies:
     FREE_BYTES = 64 * 1024
     #: Bytes that may come at once, faster than the rate, after a pause.
     BURST_BYTES = 4 * 2**20
-    #: Bodies that may wait for the rate at a time.
+    #: Bodies that may wait for the rate at a time: a bound on their memory.
     MOST_WAITING = 64
 
     def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
@@ -79,8 +77,7 @@ class Bodies:
         self._bytes_per_s = bytes_per_s
         # Time by which the bytes read so far would have come at the shared rate, on the loop's clock.
         self._paid_until_s = 0.0
-        self._turn = asyncio.Lock()  # held by the body that waits for the rate
-        self._waiting = 0  # number of bodies that wait for the rate, or for their turn
+        self._waiting = 0  # number of bodies that wait for the rate
         self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
         self._given_up = False
 
@@ -103,7 +100,7 @@ class Bodies:
                 try:
                     if self._given_up:
                         expire(deadline)  # bytes that have come already are still read
-                    return await self._read(request, deadline)
+                    return await self._read(request)
                 finally:
                     self._deadlines.discard(deadline)
         except TimeoutError:
@@ -112,45 +109,26 @@ class Bodies:
             else:
                 late = f"the body did not come within {self._timeout_s:g} s"
                 refusal = ApiError(408, late, code="body_timeout")
-        # On an open connection, the rest of the body would be parsed as the next request.
+        # On an open connection, the rest of the body would be parsed until the next request.
         refusal.headers["Connection"] = "close"
         raise refusal
 
-    async def _read(self, request: Request, deadline: asyncio.Timeout) -> bytes:
+    async def _read(self, request: Request) -> bytes:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 raise too_large()
-            if chunk and len(body) > self.FREE_BYTES:  # the last chunk is empty
-                with self._stopped(deadline):
-                    await self._pay_for(len(chunk), request)
+            if len(body) > self.FREE_BYTES:
+                await self._pay_for(len(chunk))
         return bytes(body)
 
-    @contextlib.contextmanager
-    def _stopped(self, deadline: asyncio.Timeout) -> Iterator[None]:
-        """Context manager: stop the clock of a body's deadline during the block, unless the server shuts down."""
-        loop = asyncio.get_running_loop()
-        began_s, due_s = loop.time(), deadline.when()
-        assert due_s is not None, "a body has a deadline"
-        if not self._given_up:
-            deadline.reschedule(None)
-        try:
-            yield
-        finally:
-            if not self._given_up:
-                deadline.reschedule(due_s + loop.time() - began_s)
-
-    async def _pay_for(self, count: int, request: Request) -> None:
+    async def _pay_for(self, count: int) -> None:
         """Count `count` more bytes of a large body, and wait until the shared rate allows them.
-
-        If the client has left, return without counting the bytes. The next read then raises ClientDisconnect.
 
         Raises:
             ApiError: 503, too many bodies wait already.
         """
-        if client_left(request):
-            return
         if self._waiting == self.MOST_WAITING:
             raise unavailable(
                 f"{self._waiting} large bodies wait to be read, the most this server allows; try again shortly",
@@ -158,18 +136,15 @@ class Bodies:
                 retry_after_s=2,
                 type=OVERLOADED,
             )
-        self._waiting += 1
-        try:
-            async with self._turn:
-                if client_left(request):  # while it waited
-                    return
-                now_s = asyncio.get_running_loop().time()
-                earliest_s = now_s - self.BURST_BYTES / self._bytes_per_s
-                self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self._bytes_per_s
-                if self._paid_until_s > now_s:
-                    await asyncio.sleep(self._paid_until_s - now_s)
-        finally:
-            self._waiting -= 1
+        now_s = asyncio.get_running_loop().time()
+        earliest_s = now_s - self.BURST_BYTES / self._bytes_per_s
+        self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self._bytes_per_s
+        if self._paid_until_s > now_s:
+            self._waiting += 1
+            try:
+                await asyncio.sleep(self._paid_until_s - now_s)
+            finally:
+                self._waiting -= 1
 
     def give_up(self) -> None:
         """From now on, refuse every body whose end has not come yet, because the server shuts down."""
@@ -182,16 +157,6 @@ def expire(deadline: asyncio.Timeout) -> None:
     """Let a deadline run out now. Does nothing if it has run out already."""
     if not deadline.expired():
         deadline.reschedule(asyncio.get_running_loop().time())
-
-
-def client_left(request: Request) -> bool:
-    """Return whether the client of a request is known to have left, while its connection is not read.
-
-    The connection puts the function `client_left` into the request's state. Without this function, the result is
-    False.
-    """
-    asked = getattr(request.state, "client_left", None)
-    return asked is not None and asked()
 
 
 def too_large(what: str = "the body") -> ApiError:

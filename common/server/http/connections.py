@@ -2,8 +2,8 @@
 
 ```text
 opened ──> waits for a request ──> its head comes ──> its body comes ──> answered ──> waits again
-           keep-alive timeout      body timeout       body timeout,      before the whole request has come:
-           closed                  408, closed        see `bodies`       the rest is dropped, lingering close
+           keep-alive timeout      body timeout       body timeout,      a client that takes too
+           closed                  408, closed        see `bodies`       little of it: closed
 ```
 
 uvicorn itself has a timeout for the wait between two requests, and no others.
@@ -12,10 +12,9 @@ uvicorn itself has a timeout for the wait between two requests, and no others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
-import select
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ import h11
 import orjson
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from common.server.errors import ApiError, unavailable
 from common.server.http.framing import BoundedParser
 from common.server.http.middleware import OPEN_PATHS, ip_address, refuse, without_root
-from common.server.http.sockets import SPARE_CONNECTIONS, LingeringTransport
+from common.server.http.sockets import SPARE_CONNECTIONS
 from common.server.logs import log_refusal
 
 logger = logging.getLogger(__name__)
@@ -44,14 +42,10 @@ SPARE_TIMEOUT_S = 5.0
 MUST_TAKE_BYTES = 48 * 1024
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
-#: Used in place of `LINGER_S` at the server's shutdown, when clients get less time.
-LAST_LINGER_S = 0.5
-#: Bytes that a client may send behind a request whose answer is being made. A connection with more is closed.
-MAX_PIPELINED_BYTES = 64 * 1024
 #: Seconds between two warnings about too many connections, at least.
 WARN_EVERY_S = 10.0
-#: Most seconds that a client may go on sending after an answer that ends its connection.
-LINGER_S = 5.0
+#: Most seconds that a client may go on sending after its request was refused here.
+LINGER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,10 @@ class ConnectionLimits:
     receive_s: float = 30.0
     send_s: float = 60.0
 
+    @property
+    def of_one_address(self) -> int:
+        return self.connections // 2 if self.per_address is None else self.per_address
+
 
 class Config(uvicorn.Config):
     """The HTTP server's settings, with limits for its connections.
@@ -83,6 +81,9 @@ class Config(uvicorn.Config):
         answers: the number of answers by status and error code, by default a new counter. Requests that connections
             refuse without the app are added to it.
         path_prefix: prefix that a proxy puts before every path.
+
+    Attributes:
+        addresses: number of connections of each address.
     """
 
     def __init__(
@@ -93,61 +94,48 @@ class Config(uvicorn.Config):
         path_prefix: str = "",
         **settings: Any,
     ) -> None:
-        super().__init__(app, http=Connection, **settings)
+        # uvicorn wants whole seconds, but passes them to the event loop, which takes any number.
+        keep_alive_s: Any = limits.keep_alive_s
+        super().__init__(app, http=Connection, timeout_keep_alive=keep_alive_s, **settings)
         self.limits = limits
         self.answers = Counter() if answers is None else answers
         self.path_prefix = path_prefix
-        self.addresses: Counter[str] = Counter()  # number of connections of each address
-        self.last_warning_s = -WARN_EVERY_S
+        self.addresses: Counter[str] = Counter()
+        self._last_warning_s = -WARN_EVERY_S
 
-    def beyond(self, connections: int, address: str | None) -> int:
+    def excess(self, connections: int, address: str | None) -> int:
         """Return by how many connections a bound is exceeded: the bound on all, or the bound on one address.
 
         If both are exceeded, the larger excess is returned. 0 or less: neither is exceeded. Logs a warning if one
-        is.
+        is, at most one in `WARN_EVERY_S` seconds: a client may open thousands of connections.
 
         Args:
             connections: number of open connections.
             address: the address whose bound is checked; None: it has none.
         """
         limits = self.limits
-        beyond = connections - limits.connections
-        if beyond > 0:
-            self._warn("%d connections are open, the most that --max-connections allows", limits.connections)
-        per_address = limits.connections // 2 if limits.per_address is None else limits.per_address
-        beyond_here = self.addresses[address] - per_address if address is not None else 0
-        if beyond_here > 0:
-            self._warn(
-                "%d connections of %s are open, the most that --max-connections-per-address allows",
-                per_address,
-                address,
-            )
-        return max(beyond, beyond_here)
-
-    def forget(self, address: str) -> None:
-        """Count a connection of an address as closed."""
-        self.addresses[address] -= 1
-        if not self.addresses[address]:
-            del self.addresses[address]
-
-    def _warn(self, message: str, *values: object) -> None:
-        """Log a warning, at most one in `WARN_EVERY_S` seconds: a client may open thousands of connections."""
-        if time.monotonic() - self.last_warning_s >= WARN_EVERY_S:
-            self.last_warning_s = time.monotonic()
-            logger.warning(f"{message}: more are refused", *values)
+        excess = connections - limits.connections
+        says = f"{limits.connections} connections are open, the most that --max-connections allows"
+        if address is not None and self.addresses[address] - limits.of_one_address > excess:
+            excess = self.addresses[address] - limits.of_one_address
+            says = f"{limits.of_one_address} connections of {address} are open, the most that "
+            says += "--max-connections-per-address allows"
+        if excess > 0 and time.monotonic() - self._last_warning_s >= WARN_EVERY_S:
+            self._last_warning_s = time.monotonic()
+            logger.warning("%s: more are refused", says)
+        return excess
 
 
 class TooMany:
     """The app for connections beyond the bound on their number. It refuses all paths but `OPEN_PATHS`."""
 
-    def __init__(self, app: ASGIApp, answers: Counter[tuple[int, str]], path_prefix: str) -> None:
-        self.app = app
-        self._answers = answers
-        self._path_prefix = path_prefix
+    def __init__(self, config: Config, app: ASGIApp) -> None:
+        self._config = config
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if without_root(scope["path"], self._path_prefix) in OPEN_PATHS:
-            await self.app(scope, receive, send)
+        if without_root(scope["path"], self._config.path_prefix) in OPEN_PATHS:
+            await self._app(scope, receive, send)
             return
         refusal = unavailable(
             "too many connections are open, of all clients or of one address (the server's options "
@@ -156,12 +144,12 @@ class TooMany:
             retry_after_s=1,
         )
         refusal.headers["Connection"] = "close"
-        self._answers[refusal.status, refusal.code] += 1
+        self._config.answers[refusal.status, refusal.code] += 1
         await refuse(refusal, scope, receive, send)
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with limits on connections, on the time of a request or an answer, and on buffers."""
+    """uvicorn's connection, with limits on connections, and on the time of a request and of an answer."""
 
     config: Config
 
@@ -172,111 +160,49 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, {**app_state, "client_left": self._client_left}, _loop)
+        super().__init__(config, server_state, app_state, _loop)
         self.conn: BoundedParser = BoundedParser(config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self._address: str | None = None
         self._receive_s = config.limits.receive_s
-        self._keep_alive_s = config.limits.keep_alive_s
-        self._next_turn: asyncio.Handle | None = None  # parses the events that the last turn left
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
+        self._is_refused = False  # the client's bytes are dropped until the connection is closed
 
     # ------------------------------------------------------------------ opened and closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        linger_s = min(self.config.limits.receive_s, LINGER_S)
-        self._lingering = LingeringTransport(transport, self._may_be_sending, linger_s)
-        super().connection_made(self._lingering)
-        self.flow = Flow(self._lingering, self.conn)
+        super().connection_made(transport)
         self._address = None if self.client is None else counted_address(self.client[0])
         if self._address is not None:
             self.config.addresses[self._address] += 1
-        beyond = self.config.beyond(len(self.connections), self._address)
-        if beyond > 0:
-            self.app = TooMany(self.app, self.config.answers, self.config.path_prefix)
-            self._receive_s = self._keep_alive_s = SPARE_TIMEOUT_S
-        if beyond > SPARE_CONNECTIONS:
+        excess = self.config.excess(len(self.connections), self._address)
+        if excess > SPARE_CONNECTIONS:
             transport.abort()
-        else:
-            self._watch()
+            return
+        if excess > 0:
+            self.app = TooMany(self.config, self.app)  # type: ignore[assignment]  # Starlette's types of an app
+            self._receive_s = SPARE_TIMEOUT_S
+            self.timeout_keep_alive = SPARE_TIMEOUT_S  # type: ignore[assignment]  # see `Config`
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._address is not None:
-            self.config.forget(self._address)
-        self._lingering.on_lost()
+            self.config.addresses[self._address] -= 1
+            self.config.addresses += Counter()  # drops addresses without a connection
         self._unset_keepalive_if_required()
         self._stop_receiving()
         self._stop_sending()
 
-    def shutdown(self) -> None:
-        """Close the connection at the server's shutdown.
-
-        If an answer is being made, the connection closes when the answer is complete. Otherwise it closes now, or
-        within `LAST_LINGER_S` seconds if the client may be sending.
-        """
-        super().shutdown()
-        self._lingering.hurry(LAST_LINGER_S)
-
-    def _client_left(self) -> bool:
-        """Close the connection if the client has closed it. Returns whether the connection is closed or closing.
-
-        While a body waits to be read, its bytes hide the end of the connection from the event loop. On Linux, the
-        kernel tells of the end before the bytes are read. On other systems, the end is not noticed here.
-        """
-        if sys.platform == "linux" and not self.transport.is_closing():
-            poll = select.poll()
-            poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-            if poll.poll(0):
-                self.transport.abort()
-        return self.transport.is_closing()
-
-    def _may_be_sending(self) -> bool:
-        """Return whether the client may be in the middle of a request."""
-        state = self.conn.their_state
-        return state in (h11.SEND_BODY, h11.ERROR) or (state is h11.IDLE and self._unparsed_bytes() > 0)
-
-    def _unparsed_bytes(self) -> int:
-        return len(self.conn.trailing_data[0])
-
-    # ------------------------------------------------------------------ requests that come in many pieces
+    # ------------------------------------------------------------------ requests that come slowly, or never
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():  # else the bytes are dropped
+        if not self._is_refused:
             super().data_received(data)
-            self._after_reading()
-
-    def handle_events(self) -> None:
-        """Handle at most `EVENTS_PER_TURN` parsed events. The event loop's next turn goes on with the others."""
-        if self._next_turn is not None:
-            return
-        self.conn.begin_turn()
-        super().handle_events()
-        if self.conn.turn_is_over:
-            self._next_turn = self.loop.call_soon(self._go_on)
-
-    def _go_on(self) -> None:
-        self._next_turn = None
-        if not self.transport.is_closing():
-            self.handle_events()
-            self._after_reading()
-
-    def _after_reading(self) -> None:
-        """Close the connection if too many bytes follow a whole request. Start or stop the timers (`_watch`)."""
-        request_is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
-        if request_is_whole and self._unparsed_bytes() > MAX_PIPELINED_BYTES:
-            logger.info(
-                "a client sent over %d bytes behind a request that is not answered yet: closed",
-                MAX_PIPELINED_BYTES,
-            )
-            self.transport.abort()
-        self._watch()
-
-    # ------------------------------------------------------------------ requests that come slowly, or never
+            self._watch()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # the timer that uvicorn itself has set
         self._watch()
 
     def _watch(self) -> None:
@@ -284,18 +210,15 @@ class Connection(H11Protocol):
 
         Stops the first timer once the whole request has come, or the connection is closing.
         """
-        if self.transport.is_closing():
+        state, is_closing = self.conn.their_state, self.transport.is_closing()
+        begun = state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0])
+        if is_closing or not begun:
             self._stop_receiving()
-            return
-        waiting = self.conn.their_state is h11.IDLE
-        if self.conn.their_state is h11.SEND_BODY or (waiting and self._unparsed_bytes()):
-            if self._receiving is None:
-                self._receiving = self.loop.call_later(self._receive_s, self._on_late)
-            return
-        self._stop_receiving()
-        if waiting and self.timeout_keep_alive_task is None:
+        elif self._receiving is None:
+            self._receiving = self.loop.call_later(self._receive_s, self._on_late)
+        if state is h11.IDLE and not begun and not is_closing and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
-                self._keep_alive_s, self.timeout_keep_alive_handler
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _stop_receiving(self) -> None:
@@ -304,14 +227,14 @@ class Connection(H11Protocol):
             self._receiving = None
 
     def _on_late(self) -> None:
-        """Answer 408 if a request's head has not come in time. The app has a deadline of its own for a body."""
+        """Answer 408 if a request's head has not come in time, and close the connection if the rest of a body has
+        not come after its answer. While the app reads a body, it has a deadline of its own."""
         self._receiving = None
         if self.conn.our_state is h11.IDLE:
-            self._refuse(
-                ApiError(
-                    408, f"the request did not come within {self._receive_s:g} s", code="request_timeout"
-                )
-            )
+            late = f"the request did not come within {self._receive_s:g} s"
+            self._refuse(ApiError(408, late, code="request_timeout"))
+        elif self.conn.our_state is h11.DONE:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Close the connection, because its bytes are not HTTP or exceed a bound of `BoundedParser`. If no answer
@@ -340,7 +263,16 @@ class Connection(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        # A socket that is closed while bytes of the client wait in it resets the connection, and the client may
+        # lose the answer. So the client's bytes are dropped until it closes the connection.
+        self._is_refused = True
+        self._stop_receiving()
+        self.flow.resume_reading()
+        # TLS cannot close one direction only: there, the client finds the end of the answer by its length.
+        if self.transport.can_write_eof():
+            with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
+                self.transport.write_eof()
+        self.loop.call_later(min(LINGER_S, self._receive_s), self.transport.close)
 
     def _end_request(self) -> None:
         """Tell the app, if it has a request of this connection, that the client has left."""
@@ -378,23 +310,6 @@ class Connection(H11Protocol):
         else:
             logger.info("a client took too little of its answer for %g s: closed", self.config.limits.send_s)
             self.transport.abort()
-
-
-class Flow(FlowControl):
-    """uvicorn's flow control, changed to go on reading while an answer is made.
-
-    uvicorn itself stops reading when bytes wait behind a request. Then it notices only after the answer that the
-    client has left. So if a client sends one byte more than its request and leaves, the answer is computed in vain.
-    """
-
-    def __init__(self, transport: asyncio.Transport, parser: BoundedParser) -> None:
-        super().__init__(transport)
-        self._parser = parser
-
-    def pause_reading(self) -> None:
-        """Stop reading if a request's body is still coming: then the body comes faster than the app takes it."""
-        if self._parser.their_state is h11.SEND_BODY:
-            super().pause_reading()
 
 
 def counted_address(host: str) -> str | None:

@@ -1,8 +1,7 @@
 """ASGI middleware, in the order in which a request meets it.
 
-Answers are counted. A proxy's path prefix is stripped, refusals are paced while the engine computes, and the
-request gets an id. Clients without a key, and pages of other sites, are turned away. Unexpected errors of the app
-are answered.
+Answers are counted. A proxy's path prefix is stripped, and the request gets an id. Clients without a key, and pages
+of other sites, are turned away. Unexpected errors of the app are answered.
 
 A page that a user opens can send requests to every server that the user's machine reaches, this one included. A
 browser lets the page read answers only if both have one origin. There are two ways around that. `OwnPages` closes
@@ -17,8 +16,6 @@ both on a server without keys:
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import ipaddress
 import re
@@ -27,10 +24,9 @@ import socket
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -71,13 +67,12 @@ class Middleware(ABC):
 
 
 class CountAnswers(Middleware):
-    """Counts every answer of the app, refusals of other middleware included.
+    """Counts the answers by status and error code.
 
-    An error is counted when its body begins, since the body has the error's code.
+    The app puts the code of an error into the request's state, as `error_code`.
 
     Args:
-        app: the app whose answers are counted.
-        counts: the number of answers by status and error code; the code of an answer without an error is "".
+        counts: the number of answers by status and code; the code of an answer without an error is "".
     """
 
     def __init__(self, app: ASGIApp, counts: Counter[tuple[int, str]]) -> None:
@@ -85,82 +80,14 @@ class CountAnswers(Middleware):
         self._counts = counts
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 0
-        counted = False
+        state = scope.setdefault("state", {})
 
         async def send_and_count(message: Message) -> None:
-            nonlocal status, counted
             if message["type"] == "http.response.start":
-                status = message["status"]
-            if status < 400 or message["type"] == "http.response.body":
-                if not counted:
-                    reason = error_code(message["body"]) if status >= 400 else ""
-                    self._counts[status, reason] += 1
-                counted = True
+                self._counts[message["status"], state.get("error_code", "")] += 1
             await send(message)
 
-        try:
-            await self.app(scope, receive, send_and_count)
-        except Exception:
-            if not counted:  # the HTTP server answers this
-                self._counts[500, "internal_error"] += 1
-            raise
-
-
-def error_code(body: bytes) -> str:
-    """Return the code in an error's body; "" for an answer that is not one of the server's own errors."""
-    try:
-        return str(orjson.loads(body)["error"]["code"])
-    except (ValueError, TypeError, LookupError):
-        return ""
-
-
-class PaceRefusals(Middleware):
-    """Limits the rate of refusals (status 400 and above) while the engine computes.
-
-    A client may send its next request as soon as the last one is refused. Then the server receives, parses and
-    drops two megabytes many times a second, and other clients' answers come late. A delayed refusal slows such a
-    client down.
-
-    Args:
-        is_computing: returns whether answers are being computed. If not, refusals leave at once.
-    """
-
-    PER_S = 16  # refusals a second, once `BURST` have left at once
-    BURST = 32
-    MOST_S = 2.0  # longest wait of one refusal
-    MOST_WAITING = 64  # refusals that wait at a time: each may hold the refused body in memory
-
-    def __init__(self, app: ASGIApp, is_computing: Callable[[], bool]) -> None:
-        super().__init__(app)
-        self._is_computing = is_computing
-        self._next_s = 0.0  # the earliest time of the next refusal, not counting the burst
-        self._waiting = 0
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await self.app(scope, receive, send)
-            return
-
-        async def paced(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                await self._turn()
-            await send(message)
-
-        await self.app(scope, receive, paced)
-
-    async def _turn(self) -> None:
-        """Wait until this refusal may be sent. Returns at once while the engine computes nothing."""
-        now = asyncio.get_running_loop().time()
-        earliest = max(self._next_s, now - self.BURST / self.PER_S)
-        self._next_s = min(earliest + 1 / self.PER_S, now + self.MOST_S)
-        if self._next_s <= now or self._waiting >= self.MOST_WAITING or not self._is_computing():
-            return
-        self._waiting += 1
-        try:
-            await asyncio.sleep(self._next_s - now)
-        finally:
-            self._waiting -= 1
+        await self.app(scope, receive, send_and_count)
 
 
 class RootPath(Middleware):
@@ -211,11 +138,9 @@ class RequestIds(Middleware):
             await refuse(refusal, scope, receive, send)
             return
         request_id = given or uuid.uuid4().hex
-        state: dict[str, Any] = {
-            "named": given is not None,
-            **scope.get("state", {}),
-            "request_id": request_id,
-        }
+        state = scope.setdefault("state", {})
+        state.setdefault("named", given is not None)
+        state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -227,7 +152,7 @@ class RequestIds(Middleware):
                     headers[MESSAGES_REQUEST_ID] = request_id
             await send(message)
 
-        await self.app({**scope, "state": state}, receive, send_with_id)
+        await self.app(scope, receive, send_with_id)
 
 
 class Guard(Middleware):
@@ -407,35 +332,13 @@ class AnswerErrors(Middleware):
             await refuse(internal_error(), scope, receive, send, error=error)
 
 
-class HeadAsGet(Middleware):
-    """Answers HEAD with the head of the GET route's answer, and stops the route there.
-
-    So a route that would stream until its client leaves produces nothing.
-    """
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "HEAD":
-            await self.app(scope, receive, send)
-            return
-
-        async def send_head(message: Message) -> None:
-            await send(message)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            raise HeadSentError
-
-        with contextlib.suppress(HeadSentError):
-            await self.app({**scope, "method": "GET"}, receive, send_head)
-
-
-class HeadSentError(Exception):
-    """Raised to end a HEAD request's route once the head of its answer is sent."""
-
-
 async def refuse(
     refusal: ApiError, scope: Scope, receive: Receive, send: Send, *, error: Exception | None = None
 ) -> None:
     """Send a refusal instead of the app's answer, and log it, with the traceback of `error` if there is one."""
-    request_id = scope.get("state", {}).get("request_id")  # None if the client's own id was refused
+    state = scope.setdefault("state", {})
+    state["error_code"] = refusal.code
+    request_id = state.get("request_id")  # None if the client's own id was refused
     log_refusal(refusal, refusal.status, error or refusal, client=client_of(scope), request_id=request_id)
     await error_response(scope["path"], refusal, request_id)(scope, receive, send)
 

@@ -1,16 +1,14 @@
-"""Sockets: listening, limits that the operating system keeps, and closing without a reset."""
+"""Sockets: listening, and limits that the operating system keeps."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from common.errors import StartupError
 from common.server.options import ServerOptions
@@ -114,14 +112,12 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
     listening socket, which its connections inherit.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    ask_s = max(1, int(within_s / 4))
     if sys.platform == "linux":
+        ask_s = max(1, int(within_s / 4))
         # Bytes for a peer, and keep-alive probes, may stay unacknowledged for this time.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_s)
-    elif sys.platform == "darwin":
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, ask_s)
 
 
 def allow_open_files(connections: int) -> int:
@@ -135,94 +131,21 @@ def allow_open_files(connections: int) -> int:
         return connections
     import resource
 
-    needed = connections + SPARE_CONNECTIONS + OTHER_FILES
+    others = SPARE_CONNECTIONS + OTHER_FILES
+    needed = connections + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return connections
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == needed:
         return connections
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    possible = max(1, hard - SPARE_CONNECTIONS - OTHER_FILES)
+    possible = max(1, allowed - others)
     logger.warning(
         "--max-connections %d would need %d open files, and this process may have %d (ulimit -Hn): %d connections",
         connections,
         needed,
-        hard,
+        allowed,
         possible,
     )
     return possible
-
-
-class LingeringTransport(asyncio.Transport):
-    """A socket's transport whose `close` waits for the client to stop sending.
-
-    A socket that is closed while bytes of the client wait in it resets the connection, and the client may lose an
-    answer that it has not read. So the client is told that nothing more will come, its bytes are dropped, and the
-    socket is closed when the client closes it, or after `linger_s` seconds. nginx calls this a lingering close.
-
-    Args:
-        transport: the socket's own transport.
-        may_be_sending: returns whether bytes of the client may be on their way.
-        linger_s: most seconds that the client may go on sending.
-    """
-
-    def __init__(
-        self, transport: asyncio.Transport, may_be_sending: Callable[[], bool], linger_s: float
-    ) -> None:
-        super().__init__()
-        self._transport = transport
-        self._may_be_sending = may_be_sending
-        self._linger_s = linger_s
-        self._lingering: asyncio.TimerHandle | None = None
-
-    def close(self) -> None:
-        """Send the rest of the answer, and close the socket.
-
-        If the client may be sending, the socket is closed only when the client closes it, or after `linger_s`
-        seconds.
-        """
-        if self.is_closing():
-            return
-        if not self._may_be_sending():
-            self._transport.close()
-            return
-        self._lingering = asyncio.get_running_loop().call_later(self._linger_s, self._transport.close)
-        # TLS cannot close one direction only: there, the client finds the end of the answer by its length.
-        if self._transport.can_write_eof():
-            with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
-                self._transport.write_eof()
-        self._transport.resume_reading()
-
-    def hurry(self, linger_s: float) -> None:
-        """If the connection lingers, close it `linger_s` seconds from now."""
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = asyncio.get_running_loop().call_later(linger_s, self._transport.close)
-
-    def on_lost(self) -> None:
-        """Stop waiting: the connection is closed."""
-        if self._lingering is not None:
-            self._lingering.cancel()
-
-    def is_closing(self) -> bool:
-        """Return whether the connection is closed, closing or lingering. Then the client's bytes are dropped."""
-        return self._lingering is not None or self._transport.is_closing()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._transport.write(data)
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
