@@ -134,9 +134,11 @@ def create_app(
         *([state_routes.admin_router] if admin else []),
     ):
         app.include_router(router)
-        app.state.paths += [route.path for route in router.routes if isinstance(route, APIRoute)]
-    for route in [each for each in app.routes if isinstance(each, APIRoute) and "GET" in each.methods]:
-        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+        for route in router.routes:
+            assert isinstance(route, APIRoute), "the routers have no routes of other kinds"
+            app.state.paths.append(route.path)
+            if "GET" in route.methods:
+                app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_middleware(AnswerErrors)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
