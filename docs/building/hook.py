@@ -1,12 +1,11 @@
 """Hooks that mkdocs calls while it builds the site.
 
-They add the viewer and the stepper's traces, log the progress, rank pages in the search, link the glossary, and
-show the switch between versions.
+They add the viewer and the stepper's traces, rank pages in the search, link the glossary, and show the switch
+between versions.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -20,8 +19,6 @@ sys.path.insert(0, str(ROOT))  # mkdocs loads this file by itself, before it loa
 
 from common.server.page.page import viewer_script, viewer_style  # noqa: E402 - needs the path
 from docs.building import stepper, terms  # noqa: E402
-
-logger = logging.getLogger("mkdocs.hooks.progress")
 
 LINKED = ("The course", "Ideas", "Using it")  # sections whose pages link words to the glossary
 DEFINING = ("glossary.md", "metrics.md")
@@ -43,13 +40,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             File.generated(config, f"assets/steps/{setting.name}.js", content=stepper.script(setting))
         )
     return files
-
-
-def on_pre_page(page: Page, config: MkDocsConfig, files: Files) -> Page:  # noqa: ARG001 - names that mkdocs gives
-    """Log the number of the page that is read: a build takes half a minute or more."""
-    pages = files.documentation_pages()
-    logger.info("page %d of %d: %s", pages.index(page.file) + 1, len(pages), page.file.src_uri)
-    return page
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

@@ -1,16 +1,15 @@
-"""Tables of options, request fields and workloads, read from the code that defines them."""
+"""Tables of options and request fields, read from the code that defines them."""
 
 from __future__ import annotations
 
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, Lengths, Workload
 from cluster.options import ClusterOptions
 from common.server.api.chat import ChatRequest
 from common.server.api.completions import CompletionRequest
@@ -105,38 +104,6 @@ def hints_table() -> str:
     """Return the table of request fields that are accepted with any value and change nothing."""
     rows = [[place, ", ".join(f"`{name}`" for name in sorted(names))] for place, names in HINTS.items()]
     return table(["in", "fields"], rows, "ll")
-
-
-def workloads_table(*, chats: bool = False) -> str:
-    """Return the table of workloads: those with chats if `chats`, else those with texts of given lengths."""
-    rows = []
-    numbers = {find_phase(name).PHASE.number for name in phase_names()}
-    for workload in (CHAT_WORKLOADS if chats else WORKLOADS).values():
-        prompts = ", ".join(
-            f"{share:.0%}: {_range(lengths)}" if share < 1 else _range(lengths)
-            for share, lengths in workload.prompts
-        )
-        if workload.shared_prefix:
-            prompts = f"{workload.shared_prefix} shared and {prompts} of its own"
-        if workload.turns > 1:
-            clients = workload.requests // workload.turns
-            prompts = f"{clients} chats of {workload.turns} turns, {prompts} new in each"
-        rate = f", {workload.rate:g} a second" if workload.rate else ""
-        new, shows = _range(workload.new_tokens), _shows(workload, numbers)
-        rows.append(
-            [f"`{workload.name}`", str(workload.requests), prompts, new, f"{workload.arrivals}{rate}", shows]
-        )
-    return table(["name", "requests", "prompt tokens", "new tokens", "arrivals", "shows"], rows, "lrllll")
-
-
-def _shows(workload: Workload, numbers: Set[int]) -> str:
-    """Return the effect that a workload shows, and the two phases that it compares, if both are installed."""
-    pair = workload.phase, workload.phase - 1
-    return f"{workload.shows}: {pair[0]} against {pair[1]}" if numbers >= set(pair) else workload.shows
-
-
-def _range(lengths: Lengths) -> str:
-    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low} to {lengths.high}"
 
 
 def _default(name: str, field: FieldInfo) -> str:

@@ -18,7 +18,7 @@ import phase5_continuous
 import phase6_paged
 import phase7_chunked
 from benchmarks.servers import Setup, phase_target
-from benchmarks.workloads import CHAT_WORKLOADS
+from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS
 from cluster.policy import Load
 from cluster.scaling import TARGET, replicas_for
 from common.engine.reference import ContiguousCache
@@ -32,8 +32,7 @@ from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.server.page import live_view
 from common.startup.memory import format_bytes
-from common.startup.phases import find_phase, phase_names
-from docs.building import code, options
+from docs.building import code
 from tests.docs.support import ROOT
 
 TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -249,19 +248,11 @@ def test_chunks_on_their_page_are_arithmetic() -> None:
         assert row[3] == f"{read(chunk)} ({read(chunk) / read(2048):.1f} ×)"
 
 
-def test_workloads_name_only_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compared() -> set[tuple[int, int]]:
-        table = options.workloads_table()
-        return {(int(a), int(b)) for a, b in re.findall(r": (\d+) against (\d+) \|", table)}
-
-    numbers = {find_phase(name).PHASE.number for name in phase_names()}
-    pairs = {(number, number - 1) for number in numbers if number - 1 in numbers}
-    shown_by_chats = {workload.phase for workload in CHAT_WORKLOADS.values()}
-    assert compared() <= pairs
-    assert pairs - compared() == {(10, 9)}, "made-up text repeats nothing"
-    assert 10 in shown_by_chats
-    monkeypatch.setattr(options, "phase_names", lambda: ["phase4_static", "phase5_continuous"])
-    assert compared() == {(5, 4)}
+def test_workloads_on_their_page_are_those_that_are_measured() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| .+ \|$", text, re.MULTILINE)
+    workloads = {**WORKLOADS, **CHAT_WORKLOADS}
+    assert rows == [(name, str(workload.requests)) for name, workload in workloads.items()]
 
 
 def test_loads_and_replicas_on_the_clusters_page_are_those_of_its_router_and_scaling() -> None:
