@@ -36,7 +36,7 @@ def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", ["/steps", "/v1/models", "/telemetry", "/trace", "/openapi.json", "/no"])
-def test_who_has_no_key_learns_nothing(named: ServerProcess, path: str) -> None:
+def test_a_request_without_a_key_is_refused(named: ServerProcess, path: str) -> None:
     named.begin_test()
     wrong = ("", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x")
     for headers in ({}, *({"Authorization": value} for value in wrong)):
@@ -61,7 +61,7 @@ def test_a_body_without_a_key_is_not_read(named: ServerProcess) -> None:
     assert b"\r\nconnection: close\r\n" in answer.lower()
 
 
-def test_each_of_the_keys_opens(named: ServerProcess) -> None:
+def test_every_key_is_accepted(named: ServerProcess) -> None:
     for key in KEYS:
         for scheme in ("Bearer", "bearer"):
             assert ask(named, "/v1/models", Authorization=f"{scheme} {key}").status_code == 200
@@ -73,14 +73,14 @@ def test_each_of_the_keys_opens(named: ServerProcess) -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/health/", "/ready", "/metrics", "/openai/metrics", "/version"]
 )
-def test_whoever_watches_over_servers_needs_none(named: ServerProcess, path: str) -> None:
+def test_monitoring_routes_need_no_key(named: ServerProcess, path: str) -> None:
     assert ask(named, path).status_code == 200
 
 
 # ---------------------------------------------------------------------- the model's names
 
 
-def test_a_model_has_all_its_names_and_calls_itself_by_the_first(named: ServerProcess) -> None:
+def test_a_model_answers_to_each_served_name(named: ServerProcess) -> None:
     cards = named.client.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["mine", "yours", "owner/theirs"]
     for name in ("mine", "yours", "owner/theirs"):
@@ -95,7 +95,7 @@ def test_a_model_has_all_its_names_and_calls_itself_by_the_first(named: ServerPr
 # ---------------------------------------------------------------------- ids of requests
 
 
-def test_an_id_comes_back_and_is_in_the_log(server: ServerProcess) -> None:
+def test_a_request_id_is_returned_and_logged(server: ServerProcess) -> None:
     headers = {"X-Request-ID": "job/17:a"}
     for stream in (True, False):
         server.begin_test()
@@ -108,13 +108,13 @@ def test_an_id_comes_back_and_is_in_the_log(server: ServerProcess) -> None:
         assert (response.status_code, response.headers["x-request-id"]) == (status, "job/17:a")
 
 
-def test_one_that_is_made_up_is_the_answers(server: ServerProcess) -> None:
+def test_a_generated_request_id_is_the_answers_id(server: ServerProcess) -> None:
     response = server.client.post("/v1/completions", json=server.body(stream=False, max_tokens=1))
     assert response.json()["id"] == f"cmpl-{response.headers['x-request-id']}"
     assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
 
 
-def test_requests_of_one_id_do_not_meet(server: ServerProcess) -> None:
+def test_requests_with_the_same_id_do_not_interfere(server: ServerProcess) -> None:
     """A client may use one id twice, even at the same time."""
 
     def ask(_: int) -> Any:
@@ -127,7 +127,7 @@ def test_requests_of_one_id_do_not_meet(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff"])
-def test_what_is_no_id(server: ServerProcess, request_id: bytes) -> None:
+def test_invalid_request_ids_are_refused(server: ServerProcess, request_id: bytes) -> None:
     with httpx.Client(base_url=server.url) as client:
         response = client.get("/health", headers={"X-Request-ID": request_id})
         assert_error(response, 400, None, "invalid_request_id")

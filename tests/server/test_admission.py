@@ -73,7 +73,7 @@ async def test_a_full_lane_refuses_and_takes_the_next_when_a_thread_is_free() ->
     assert await lane.run(held) == "done"
 
 
-async def test_a_cancelled_wait_is_dropped_and_work_that_has_begun_counts_until_its_end() -> None:
+async def test_cancelled_work_counts_until_its_thread_is_free() -> None:
     lane, held = Lane("sorting", threads=1, limit=2), Held()
     begun, waiting = (asyncio.create_task(lane.run(held)) for _ in range(2))
     await until(lambda: len(held.calls) == 1)
@@ -86,7 +86,7 @@ async def test_a_cancelled_wait_is_dropped_and_work_that_has_begun_counts_until_
     assert len(held.calls) == 1, "nobody waits for the other one"
 
 
-async def test_an_error_of_the_work_is_its_callers() -> None:
+async def test_a_lane_raises_its_works_error() -> None:
     lane = Lane("sorting", threads=1, limit=1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
@@ -215,7 +215,7 @@ async def test_tokenizing_for_clients_is_bounded_and_delays_no_completion() -> N
         assert answer.json()["count"] == len("the next")
 
 
-async def test_a_text_that_is_cut_or_only_tokenized_may_not_be_of_any_length() -> None:
+async def test_a_text_to_tokenize_has_a_longest_length() -> None:
     engine = build("continuous")
     limit = intake.MAX_LENGTHS * engine.max_request_tokens
     async with started(engine) as app:
@@ -299,7 +299,7 @@ async def test_a_prompt_is_scored_once_for_all_its_choices() -> None:
         assert shown == {choice["index"]: choice["prompt_logprobs"] for choice in whole}
 
 
-async def test_choices_wait_for_their_prompts_scores_and_not_for_ever() -> None:
+async def test_choices_go_on_when_scoring_their_prompt_fails() -> None:
     """If the choice whose prompt is scored fails, the others go on without the scores."""
     engine = build("continuous", tiny_model(), max_batch_size=8)
     add_request = engine.add_request
@@ -335,7 +335,7 @@ async def test_log_probabilities_of_a_prompt_are_bounded(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------- time
 
 
-async def test_the_time_that_a_request_may_take_begins_when_it_has_arrived(
+async def test_the_request_timeout_starts_at_arrival(
     hold_grammars: Callable[[Engine], Held],
 ) -> None:
     engine = build("continuous", request_timeout=0.2)

@@ -43,7 +43,7 @@ def ask(engine: Engine) -> tuple[bool, str]:
     return said, text
 
 
-def test_said_of_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_with_native_kernels_is_batch_invariant(caplog: pytest.LogCaptureFixture) -> None:
     if not native.is_loaded() or not native.has_products(torch.float32):
         pytest.skip("no native kernels here")
     engine, line = start(caplog)
@@ -52,7 +52,7 @@ def test_said_of_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("torch_kernels")
-def test_not_said_of_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_with_torch_kernels_is_not_batch_invariant(caplog: pytest.LogCaptureFixture) -> None:
     engine, line = start(caplog, native_kernels=False)
     assert "torch kernels, not batch invariant)" in line
     assert ask(engine)[0] is False

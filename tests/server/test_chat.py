@@ -51,7 +51,7 @@ def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, pr
         assert answer["usage"][name] == text["usage"][name]
 
 
-def test_as_long_as_fits_unless_told_otherwise(server: ServerProcess) -> None:
+def test_an_answer_without_max_tokens_fills_the_context(server: ServerProcess) -> None:
     usage = chat(server, max_tokens=None, ignore_eos=True)["usage"]
     assert usage["total_tokens"] == 1024, "the server's --max-seq-len"
     for fields in ({"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 5}):

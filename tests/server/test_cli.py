@@ -109,7 +109,7 @@ def test_a_wrong_value_in_the_environment(fail: Fail, monkeypatch: pytest.Monkey
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_served(fail: Fail, argv: list[str], says: str) -> None:
+def test_models_and_addresses_that_cannot_be_served(fail: Fail, argv: list[str], says: str) -> None:
     assert says in fail(1, "--port", "0", "--device", "cpu", *argv)
 
 
@@ -193,7 +193,7 @@ def test_flags_win_over_the_environment_and_that_over_defaults(
     assert read_options(package, ["--max-batch-size", "7"])[1].max_batch_size == 7
 
 
-def test_a_port_of_kubernetes_is_no_port(
+def test_service_variables_of_kubernetes_are_ignored(
     phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A service named infer puts these variables into the environment of every pod beside it."""

@@ -203,9 +203,7 @@ def cached(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_answers_say_what_was_found_and_a_salt_keeps_tenants_apart(
-    server: ServerProcess, own_prompt: OwnPrompt
-) -> None:
+def test_usage_counts_tokens_cached_under_the_same_salt(server: ServerProcess, own_prompt: OwnPrompt) -> None:
     """A prompt of 40 tokens hits two blocks, 32 tokens, if an earlier request had the same salt."""
     found = 32
     fields: dict[str, Any] = {"prompt": own_prompt(40), "max_tokens": 3, "ignore_eos": True}
@@ -256,7 +254,7 @@ def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProce
 
 
 @pytest.mark.parametrize("path", ["/openai/v1/completions", "/v1/chat/completions"])
-def test_an_answer_tells_which_stop_ended_it(server: ServerProcess, path: str) -> None:
+def test_stop_reason_names_the_stop(server: ServerProcess, path: str) -> None:
     chunks = server.chunks(path, max_tokens=20, ignore_eos=True, return_token_ids=True)
     said = [each for chunk in chunks for each in chunk["choices"]]
     assert "stop_reason" not in said[-1], "its length ended it"
@@ -281,15 +279,6 @@ def test_include_usage_adds_a_last_event_without_choices(server: ServerProcess) 
     assert [name for name, _ in events if name != "token"] == ["done"] * 4 + ["usage"]
     last = events[-1][1]
     assert (last["choices"], last["usage"]) == ([], server.complete(**fields)["usage"])
-
-
-def test_continuous_usage_counts_each_choice(server: ServerProcess) -> None:
-    options = {"continuous_usage_stats": True, "include_usage": False}
-    events = server.events(n=2, max_tokens=4, ignore_eos=True, stream_options=options)
-    assert "usage" not in [name for name, _ in events]
-    for index in (0, 1):
-        counts = [d["usage"]["completion_tokens"] for _, d in events if d["choices"][0]["index"] == index]
-        assert counts == [1, 2, 3, 4, 4]
 
 
 # ---------------------------------------------------------------------- fields
@@ -341,7 +330,7 @@ def test_logprobs_have_openais_shape(server: ServerProcess, count: int) -> None:
     assert {key: [part[key][0] for part in streamed] for key in logprobs} == logprobs
 
 
-def test_parts_of_characters_are_told_apart(server: ServerProcess) -> None:
+def test_logprobs_of_single_bytes_are_distinct(server: ServerProcess) -> None:
     """Each of the four bytes of an emoji is a token, and so are likelier ones in its place."""
     fields = {"prompt": "a🦊", "max_tokens": 0, "echo": True, "logprobs": 5}
     logprobs = server.complete(**fields)["choices"][0]["logprobs"]

@@ -45,7 +45,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "pattern"), FORMS, ids=str)
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_json_and_stream(
+def test_answers_follow_each_form(
     server: ServerProcess, fields: dict[str, Any], pattern: str, temperature: float
 ) -> None:
     asked = fields | {"max_tokens": 120, "temperature": temperature, "seed": 3}
@@ -67,7 +67,7 @@ def test_any_json_object(server: ServerProcess) -> None:
             assert isinstance(json.loads(choice["text"]), dict)
 
 
-def test_every_choice_and_prompt_has_a_form_of_its_own(server: ServerProcess) -> None:
+def test_every_choice_follows_the_form(server: ServerProcess) -> None:
     regex = "([a-z]{2} ){3}[0-9]"
     fields = {"prompt": [PROMPT, "The"], "n": 3, "temperature": 1.5, "seed": 1, "max_tokens": 30}
     answer = server.complete(**fields, structured_outputs={"regex": regex})
@@ -78,7 +78,7 @@ def test_every_choice_and_prompt_has_a_form_of_its_own(server: ServerProcess) ->
     assert list(texts(events).values()) == found
 
 
-def test_an_answer_that_is_cut_says_so(server: ServerProcess) -> None:
+def test_a_constrained_answer_may_be_cut_by_max_tokens(server: ServerProcess) -> None:
     (choice,) = server.complete(max_tokens=5, structured_outputs={"regex": "[0-9]{20}"})["choices"]
     assert choice["finish_reason"] == "length"
     (choice,) = server.complete(ignore_eos=True, structured_outputs={"choice": ["yes"]})["choices"]

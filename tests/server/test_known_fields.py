@@ -314,11 +314,6 @@ def test_values_of_other_clients_are_taken(
     assert said[0] == said[1]
 
 
-def test_a_random_seed(server: ServerProcess) -> None:
-    texts = {server.text(temperature=1.5, max_tokens=30, seed=-1) for _ in range(3)}
-    assert len(texts) > 1
-
-
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_more_new_tokens_than_fit_are_cut(server: ServerProcess, prefix: str) -> None:
     for path, field, most in (
@@ -333,15 +328,6 @@ def test_more_new_tokens_than_fit_are_cut(server: ServerProcess, prefix: str) ->
         assert answer["usage"]["total_tokens"] == 1024
     refused = server.ask(f"{prefix}/completions", max_tokens=1024)
     assert_error(refused, 400 if prefix.startswith("/openai") else 422, "max_tokens")
-
-
-def test_top_k_of_no_tokens_means_all(server: ServerProcess) -> None:
-    fields: dict[str, Any] = {"prompt": "All of", "temperature": 1.5, "seed": 5, "max_tokens": 12}
-    expected = server.complete(**fields)["choices"]
-    for top_k in (0, -1, None):
-        assert server.complete(**fields, top_k=top_k)["choices"] == expected
-    assert server.complete(**fields, top_k=1)["choices"] != expected
-    assert_error(server.post(top_k=-2), 422, "top_k")
 
 
 def test_special_tokens_are_added_or_not(server: ServerProcess) -> None:

@@ -81,7 +81,7 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
         viewer.close()
 
 
-async def test_nothing_is_made_while_nobody_looks() -> None:
+async def test_no_frames_are_made_without_viewers() -> None:
     engine = engine_of()
     async with working(engine) as worker:
         view, tasks = LiveView(worker), asyncio.all_tasks()
@@ -99,7 +99,7 @@ async def test_nothing_is_made_while_nobody_looks() -> None:
         third.close()
 
 
-async def test_who_does_not_read_misses_frames_and_goes_on_with_a_whole_one() -> None:
+async def test_a_slow_viewer_misses_frames_and_resumes_with_a_key_frame() -> None:
     async with working(engine_of()) as worker:
         view = LiveView(worker)
         slow, quick = view.open(), view.open()
@@ -130,7 +130,7 @@ async def test_who_does_not_read_misses_frames_and_goes_on_with_a_whole_one() ->
         quick.close()
 
 
-async def test_as_many_may_look_as_may() -> None:
+async def test_too_many_viewers_are_refused() -> None:
     async with working(engine_of()) as worker:
         view = LiveView(worker)
         viewers = [view.open() for _ in range(live_view.MAX_VIEWERS)]
@@ -143,7 +143,7 @@ async def test_as_many_may_look_as_may() -> None:
             viewer.close()
 
 
-async def test_it_ends_when_nothing_more_is_taken() -> None:
+async def test_the_view_ends_with_the_server() -> None:
     async with working(engine_of()) as worker:
         view = LiveView(worker)
         viewer = view.open()
@@ -180,7 +180,7 @@ async def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------- over HTTP
 
 
-def test_a_server_tells_its_steps(server: ServerProcess) -> None:
+def test_steps_are_streamed_over_http(server: ServerProcess) -> None:
     with server.client.stream("GET", "/steps") as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = read_events(response)
@@ -195,7 +195,7 @@ def test_a_server_tells_its_steps(server: ServerProcess) -> None:
                 break
 
 
-def test_it_can_be_switched_off() -> None:
+def test_the_view_can_be_switched_off() -> None:
     with TestClient(create_app(engine_of(), model_name="mine", live_view=False)) as client:
         assert_error(client.get("/steps"), 404, None, "live_view_off")
         page = client.get("/").text

@@ -57,7 +57,7 @@ def ends(server: ServerProcess, count: int) -> list[dict[str, str]]:
     return [match.groupdict() for match in matches if match is not None]
 
 
-def test_a_line_for_each_answer_at_its_end(gated: ServerProcess) -> None:
+def test_each_answer_is_logged_at_its_end(gated: ServerProcess) -> None:
     usages = [
         gated.complete(prompt=WROTE, max_tokens=5, ignore_eos=True)["usage"],
         gated.events(prompt=WROTE, max_tokens=7, ignore_eos=True, user="a\nb")[-1][1]["usage"],
@@ -88,7 +88,7 @@ def test_several_choices_have_one_line(gated: ServerProcess) -> None:
     assert line["ended"] == "2 stop and 2 length"
 
 
-def test_a_line_for_those_who_leave(gated: ServerProcess) -> None:
+def test_a_client_that_leaves_is_logged(gated: ServerProcess) -> None:
     for stream in (True, False):
         gated.begin_test()
         batch = hold_a_full_batch(gated)
@@ -136,7 +136,7 @@ def test_a_refusal_says_why_and_is_a_warning_if_the_server_is_the_reason(gated: 
     lines(gated, 1)
 
 
-def test_a_failure_of_ours_is_a_warning(gated: ServerProcess) -> None:
+def test_a_failed_pass_is_logged_as_a_warning(gated: ServerProcess) -> None:
     gated.order("nan")
     for stream in (False, True):
         gated.post(prompt=WROTE, stream=stream)

@@ -66,7 +66,9 @@ def prompt_tokens(message: Message) -> int:
         [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": SYSTEM}],
     ],
 )
-def test_an_answer_is_chats(server: ServerProcess, client: anthropic.Anthropic, system: Any) -> None:
+def test_an_answer_is_the_same_as_in_chat(
+    server: ServerProcess, client: anthropic.Anthropic, system: Any
+) -> None:
     chat = answer_of(server.ask("/v1/chat/completions", max_tokens=20, ignore_eos=True))
     blocks: list[Any] = [{"role": "user", "content": [{"type": "text", "text": USER}]}]
     for messages in (ASK, blocks):
@@ -111,7 +113,7 @@ def test_a_stream_has_anthropics_events(server: ServerProcess, client: anthropic
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_stop_sequence_is_told(client: anthropic.Anthropic, streams: bool) -> None:
+def test_the_stop_sequence_is_named(client: anthropic.Anthropic, streams: bool) -> None:
     whole = text_of(client.messages.create(**body(**ENDLESS)))
     fields = body(stop_sequences=["\u2603", whole[7:12]], **ENDLESS)
     if streams:
@@ -123,7 +125,7 @@ def test_a_stop_sequence_is_told(client: anthropic.Anthropic, streams: bool) -> 
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", whole[7:12])
 
 
-def test_the_end_of_a_turn(client: anthropic.Anthropic) -> None:
+def test_an_answer_that_ends_its_turn(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**body(max_tokens=8_000, output_config={"effort": "high"}))
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
 

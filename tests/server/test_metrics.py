@@ -67,7 +67,7 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     }
 
 
-def test_what_is_served(server: ServerProcess) -> None:
+def test_info_metrics_describe_the_model(server: ServerProcess) -> None:
     samples = scrape(server)
     assert samples["infer:model_info dtype=float32 weights=float32"] == 1
     (cache,) = (name for name in samples if name.startswith("vllm:cache_config_info"))
@@ -79,7 +79,7 @@ def test_what_is_served(server: ServerProcess) -> None:
     assert server.client.get("/openai/metrics").status_code == 200
 
 
-def test_what_a_request_adds(server: ServerProcess, own_prompt: OwnPrompt) -> None:
+def test_a_request_updates_counters_and_histograms(server: ServerProcess, own_prompt: OwnPrompt) -> None:
     server.begin_test()
     before = scrape(server)
     prompt = own_prompt(40)
@@ -146,7 +146,7 @@ def test_answers_are_counted_by_status_and_reason(server: ServerProcess) -> None
     }
 
 
-def test_how_requests_end(gated: ServerProcess) -> None:
+def test_finish_reasons_are_counted(gated: ServerProcess) -> None:
     before = scrape(gated)
     text = gated.complete(max_tokens=8, ignore_eos=True)["choices"][0]["text"]
     gated.complete(max_tokens=8, stop=[text[3:9]])
@@ -161,7 +161,7 @@ def test_how_requests_end(gated: ServerProcess) -> None:
     assert [added[name + reason] for reason in ("length", "stop", "error")] == [1, 1, 1]
 
 
-def test_who_runs_and_who_waits(gated: ServerProcess) -> None:
+def test_running_and_waiting_requests_are_gauges(gated: ServerProcess) -> None:
     with gated.streaming(max_tokens=1000, ignore_eos=True) as events:
         next(events)
         eventually(lambda: scrape(gated)["vllm:num_requests_running"] == 1)

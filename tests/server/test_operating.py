@@ -114,7 +114,7 @@ def test_a_proxy_may_take_its_prefix_away_or_leave_it(below: TestClient, prefix:
     assert "did you mean /v1/completions" in nowhere.json()["error"]["message"]
 
 
-def test_only_that_prefix(below: TestClient) -> None:
+def test_other_prefixes_are_not_found(below: TestClient) -> None:
     key = {"Authorization": "Bearer key"}
     assert_error(below.get("/llm/fivehealth", headers=key), 404, None, "not_found")
     assert_error(below.get("/llm/health", headers=key), 404, None, "not_found")
@@ -151,7 +151,7 @@ def test_a_page_of_a_named_origin(shared: TestClient) -> None:
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-def test_a_page_of_another(shared: TestClient, below: TestClient) -> None:
+def test_a_page_of_an_unlisted_origin_is_refused(shared: TestClient, below: TestClient) -> None:
     headers = {"Origin": "https://bad.example", "Access-Control-Request-Method": "POST"}
     headers["Access-Control-Request-Private-Network"] = "true"
     for client in (shared, below):
@@ -160,7 +160,7 @@ def test_a_page_of_another(shared: TestClient, below: TestClient) -> None:
         assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (200, False)
 
 
-def test_any_origin() -> None:
+def test_every_origin_may_be_allowed() -> None:
     options, _ = read_options(find_phase(PHASE), ["--cors-origin", "*"])
     with app_with(cors_origins=options.cors_origin) as client:
         answer = client.get("/health", headers={"Origin": "https://bad.example"})
@@ -260,7 +260,9 @@ def test_nothing_in_the_log_can_end_a_line_or_reach_the_terminal() -> None:
         (("--forwarded-allow-ips", "10.0.0.1,127.0.0.1"), "\x1b[2J 1", r"from '\x1b[2J 1',"),
     ],
 )
-def test_the_log_believes_a_named_proxy_only(trusted: tuple[str, ...], sent: str, logged: str) -> None:
+def test_forwarded_addresses_are_logged_for_trusted_proxies_only(
+    trusted: tuple[str, ...], sent: str, logged: str
+) -> None:
     with ServerProcess(PHASE, "--max-seq-len", "64", *trusted) as server:
         headers = {"X-Forwarded-For": sent}
         body = server.body(max_tokens=1, stream=False)
@@ -271,7 +273,7 @@ def test_the_log_believes_a_named_proxy_only(trusted: tuple[str, ...], sent: str
         server.assert_serves()
 
 
-def test_an_exception_is_one_line() -> None:
+def test_an_exception_is_one_json_line() -> None:
     try:
         raise ZeroDivisionError("two\nlines")
     except ZeroDivisionError:

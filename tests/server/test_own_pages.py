@@ -33,7 +33,7 @@ def client() -> Iterator[TestClient]:
         *("host.docker.internal:8000", "my-mac.local"),
     ],
 )
-def test_names_that_no_stranger_controls(client: TestClient, host: str) -> None:
+def test_local_host_names_are_allowed(client: TestClient, host: str) -> None:
     assert client.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
@@ -49,7 +49,7 @@ def test_names_that_no_stranger_controls(client: TestClient, host: str) -> None:
         "[evil]",
     ],
 )
-def test_names_that_a_stranger_may_have_pointed_here(client: TestClient, host: str) -> None:
+def test_other_host_names_are_refused(client: TestClient, host: str) -> None:
     for path in ("/v1/models", "/telemetry", "/steps", "/trace", "/openapi.json", "/no"):
         response = client.get(path, headers={"Host": host})
         assert_error(response, 403, None, "host_not_allowed")
@@ -75,11 +75,13 @@ def test_names_that_a_stranger_may_have_pointed_here(client: TestClient, host: s
         ("127.0.0.1", [], "", True),
     ],
 )
-def test_names_follow_the_address(bound: str, others: list[str], host: str, allowed: bool) -> None:
+def test_allowed_host_names_depend_on_the_bound_address(
+    bound: str, others: list[str], host: str, allowed: bool
+) -> None:
     assert AllowedHosts(bound, others).allow(host) == allowed
 
 
-def test_the_command_line() -> None:
+def test_keys_replace_the_check_of_host_names() -> None:
     """A server without keys refuses unknown host names. A server with keys requires a key instead."""
     with ServerProcess(
         "phase5_continuous", "--max-seq-len", "64", "--allowed-host", "mine.example,its.example"
@@ -122,7 +124,7 @@ def test_a_page_of_another_site_causes_no_work(client: TestClient, origin: dict[
         (ORIGIN, 200),
     ],
 )
-def test_an_old_browsers_page_is_known_by_its_origin(client: TestClient, origin: str, status: int) -> None:
+def test_the_origin_decides_without_fetch_metadata(client: TestClient, origin: str, status: int) -> None:
     """Such a browser does not send `Sec-Fetch-Site`, as no browser does over HTTP to another machine."""
     headers = LOCAL | {"Origin": origin}
     answer = client.post("/v1/completions", json=BODY, headers=headers)
@@ -139,7 +141,7 @@ def test_an_old_browsers_page_is_known_by_its_origin(client: TestClient, origin:
         {"Sec-Fetch-Site": "cross-site", "Origin": ORIGIN},
     ],
 )
-def test_pages_that_may(client: TestClient, headers: dict[str, str]) -> None:
+def test_own_pages_are_allowed(client: TestClient, headers: dict[str, str]) -> None:
     assert client.post("/v1/completions", json=BODY, headers=LOCAL | headers).status_code == 200
 
 

@@ -103,7 +103,7 @@ def test_links_lead_to_the_web_only(page: Tab, target: str) -> None:
     assert page.ask("box.querySelector('a').rel").split() == ["noopener", "noreferrer"]
 
 
-def test_whatever_a_model_writes_no_word_is_lost(page: Tab) -> None:
+def test_random_markdown_loses_no_word(page: Tab) -> None:
     randomly = random.Random(3)
     pieces = [*"*_`~[]()>#-+|!\\<& \n\n", "**", "```", "1. ", "- ", "  ", "](https://x.org)", "word", "ß🦊"]
     texts = ["".join(randomly.choices(pieces, k=40)) for _ in range(400)]

@@ -284,7 +284,7 @@ ENDLESS: dict[str, tuple[type[PartsReader], str, str]] = {
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-def test_the_work_grows_with_the_text(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_takes_linear_work(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every delta is read together with the text that is still held, so little may be held; and text is searched
     again only so many times."""
     kind, beginning, piece = ENDLESS[case]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,10 +16,8 @@ import common.errors
 from common.errors import StartupError
 from common.server.api.answer import arriving
 from common.server.api.stream import EventStream
-from common.server.app import create_app
 from common.server.errors import HANDLERS, ApiError, from_exception, status_at
 from common.server.service import served_model_name
-from common.startup.phases import find_phase
 from tests.support.engines import build, continuation, greedy, tokens, working
 
 # ---------------------------------------------------------------------- errors
@@ -164,15 +161,3 @@ def test_served_names(tmp_path: Path) -> None:
     assert served_model_name("zoo:llama-tiny") == "zoo:llama-tiny"
     assert served_model_name("owner/name") == "owner/name"
     assert served_model_name(str(tmp_path)) == tmp_path.name
-
-
-def test_an_app_around_a_ready_engine_leaves_no_thread_behind(phase: str) -> None:
-    package = find_phase(phase)
-    engine = package.build_engine(package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32"))
-    app = create_app(engine, model_name="mine")
-    before = {thread.name for thread in threading.enumerate()}
-    with TestClient(app) as client:
-        assert "engine" in {thread.name for thread in threading.enumerate()}
-        body = {"model": "mine", "prompt": "Once", "max_tokens": 3, "stream": False}
-        assert client.post("/v1/completions", json=body).json()["model"] == "mine"
-    assert "engine" not in {thread.name for thread in threading.enumerate()} - before

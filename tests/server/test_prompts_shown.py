@@ -64,7 +64,7 @@ def test_log_probabilities_of_an_echo(server: ServerProcess, count: int) -> None
     assert joined == found["token_logprobs"]
 
 
-def test_what_was_sampled_is_as_likely_when_it_is_a_prompt(server: ServerProcess) -> None:
+def test_prompt_logprobs_equal_logprobs_of_sampling(server: ServerProcess) -> None:
     """Tokens of an answer, sent as a prompt, have the log-probabilities that they had when they were sampled."""
     fields = {"max_tokens": 20, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
     choice = server.complete(prompt=PROMPT, **fields)["choices"][0]
@@ -107,7 +107,7 @@ def test_prompt_logprobs_as_vllm_has_them(server: ServerProcess, count: int) -> 
 SCORED = "A prompt that is only scored, by"
 
 
-def test_no_tokens_and_an_echo(server: ServerProcess) -> None:
+def test_max_tokens_0_scores_the_prompt(server: ServerProcess) -> None:
     """With `max_tokens` 0, every wire format has the prompt and its log-probabilities, and no new token."""
     prompts = [SCORED, "Nobody"]
     fields = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 2, "return_token_ids": True}
@@ -146,7 +146,7 @@ def test_no_tokens_and_an_echo(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("side", "kept"), [(None, slice(-20, None)), ("left", slice(-20, None)), ("right", slice(20))]
 )
-def test_of_a_prompt_only_so_much_is_taken(
+def test_a_prompt_is_truncated(
     server: ServerProcess, side: str | None, kept: slice, own_prompt: OwnPrompt
 ) -> None:
     cut = {"truncate_prompt_tokens": 20, "truncation_side": side, "return_token_ids": True, "max_tokens": 4}
@@ -163,7 +163,7 @@ def test_of_a_prompt_only_so_much_is_taken(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_cut_to_what_fits(server: ServerProcess, side: str) -> None:
+def test_a_prompt_is_truncated_to_what_fits(server: ServerProcess, side: str) -> None:
     """-1 keeps as many prompt tokens as fit with `max_tokens` into the server's 1,024."""
     prompt = [50 + i % 7 for i in range(1500)]
     cut = {
@@ -186,9 +186,3 @@ def test_a_cut_to_what_fits(server: ServerProcess, side: str) -> None:
     chat = server.ask("/v1/chat/completions", messages=messages, **fields)
     assert chat.json()["usage"]["total_tokens"] == 1024
     assert chat.json()["usage"]["completion_tokens"] == 3
-
-
-def test_a_conversation_is_cut_as_a_prompt_is(server: ServerProcess) -> None:
-    messages = [{"role": "user", "content": "word " * 3000}]
-    chat = server.ask("/v1/chat/completions", messages=messages, max_tokens=1, truncate_prompt_tokens=30)
-    assert chat.json()["usage"]["prompt_tokens"] == 30

@@ -113,20 +113,6 @@ def test_a_thought_can_be_sent_back(server: ServerProcess) -> None:
     assert counts[0] == counts[1] > counts[2]
 
 
-@pytest.mark.parametrize("n", [3])
-def test_each_choice_has_a_thought_of_its_own(server: ServerProcess, n: int) -> None:
-    regex = "<think>\n[a-z]{8}\n</think>\n\n[a-z]{8}"
-    fields = {"n": n, "temperature": 1, "seed": 3, "structured_outputs": {"regex": regex}}
-    messages = [choice["message"] for choice in chat(server, **fields)["choices"]]
-    assert len({message["reasoning_content"] for message in messages}) == n
-    said = [["", ""] for _ in range(n)]
-    for chunk in server.chunks("/v1/chat/completions", messages=ASKED, max_tokens=64, **fields):
-        for choice in chunk["choices"]:
-            said[choice["index"]][0] += choice["delta"].get("reasoning_content", "")
-            said[choice["index"]][1] += choice["delta"].get("content", "")
-    assert said == [[message["reasoning_content"], message["content"]] for message in messages]
-
-
 # ---------------------------------------------------------------------- responses
 
 

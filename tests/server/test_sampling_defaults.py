@@ -60,7 +60,7 @@ def test_a_checkpoints_suggestions_are_the_defaults(tmp_path: Path) -> None:
                 )
 
 
-def test_none_of_them_unless_wanted(tmp_path: Path) -> None:
+def test_generation_config_none_keeps_the_servers_defaults(tmp_path: Path) -> None:
     flags = ("--model", folder_with(tmp_path, **SUGGESTED), "--generation-config", "none")
     with ServerProcess(PHASE, *flags) as server:
         assert "get temperature 1: the server's defaults" in server.log_text
@@ -74,7 +74,7 @@ def test_none_of_them_unless_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("generation_config", ["auto", "none"])
-def test_offline_they_hold_where_no_parameters_are_given(tmp_path: Path, generation_config: str) -> None:
+def test_offline_requests_get_the_models_defaults(tmp_path: Path, generation_config: str) -> None:
     model = folder_with(tmp_path, **SUGGESTED)
     llm = LLM(model, phase=PHASE, dtype="float32", max_seq_len=256, generation_config=generation_config)
     suggested = SamplingParams(**SUGGESTED) if generation_config == "auto" else SamplingParams()

@@ -56,7 +56,7 @@ def test_bad_words_do_not_come(server: ServerProcess, route: str) -> None:
     assert streamed(server, route, bad_words=[word]) == text_in(choice)
 
 
-def test_no_other_token_comes_than_the_allowed_ones(server: ServerProcess, route: str) -> None:
+def test_only_allowed_tokens_come(server: ServerProcess, route: str) -> None:
     allowed = [*range(200, 260)]
     choice = choice_of(server, route, allowed_token_ids=allowed, return_token_ids=True)
     assert len(choice["token_ids"]) == 30, "no EOS is allowed"

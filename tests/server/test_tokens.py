@@ -28,7 +28,7 @@ def tokenize(server: ServerProcess, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def test_a_text(server: ServerProcess) -> None:
+def test_tokenize_a_text(server: ServerProcess) -> None:
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     answer = tokenize(server, model=server.model, prompt=TEXT)
     assert answer["tokens"] == tokenizer.encode(TEXT)
@@ -39,7 +39,7 @@ def test_a_text(server: ServerProcess) -> None:
     assert tokenize(server, prompt="", add_special_tokens=False)["tokens"] == []
 
 
-def test_a_conversation_as_chat_has_it(server: ServerProcess) -> None:
+def test_tokenize_a_conversation(server: ServerProcess) -> None:
     answer = tokenize(server, messages=MESSAGES)
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     chat = server.client.post("/v1/chat/completions", json=body).json()
@@ -54,7 +54,7 @@ def test_a_conversation_as_chat_has_it(server: ServerProcess) -> None:
     assert continued["tokens"] == closed["tokens"][:-1]
 
 
-def test_a_conversation_as_a_prompt_and_as_a_count(server: ServerProcess) -> None:
+def test_apply_template_and_input_tokens(server: ServerProcess) -> None:
     tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
     prompt = answer_of(server.client.post("/apply-template", json={"messages": MESSAGES, "color": 1}))[
         "prompt"
@@ -70,7 +70,7 @@ def test_a_conversation_as_a_prompt_and_as_a_count(server: ServerProcess) -> Non
     )
 
 
-def test_there_and_back(server: ServerProcess) -> None:
+def test_detokenize_inverts_tokenize(server: ServerProcess) -> None:
     tokens = tokenize(server, prompt=TEXT)["tokens"]
     answer = server.client.post("/detokenize", json={"model": server.model, "tokens": tokens}).json()
     assert answer == {"prompt": "<|begin_of_text|>" + TEXT}

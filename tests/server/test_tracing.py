@@ -56,7 +56,7 @@ def test_a_reader_who_leaves_has_a_trace_and_the_server_goes_on(server: ServerPr
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "3601", "nan", "soon"])
-def test_no_time_at_all(server: ServerProcess, seconds: str) -> None:
+def test_invalid_seconds_are_refused(server: ServerProcess, seconds: str) -> None:
     response = server.client.get("/trace", params={"seconds": seconds})
     assert_error(response, 400 if seconds == "soon" else 422, "seconds")
 
@@ -81,7 +81,7 @@ def ask(server: LocalServer, method: bytes, path: bytes) -> socket.socket:
     return connection
 
 
-def test_one_trace_too_many(local: LocalServer) -> None:
+def test_too_many_traces_are_refused(local: LocalServer) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_RECORDINGS):
             reader = stack.enter_context(ask(local, b"GET", b"/trace?seconds=3600"))
@@ -93,7 +93,7 @@ def test_one_trace_too_many(local: LocalServer) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/trace?seconds=3600", b"/steps"])
-def test_head_ends_at_once(local: LocalServer, path: bytes) -> None:
+def test_head_of_an_endless_route_ends_at_once(local: LocalServer, path: bytes) -> None:
     with ask(local, b"HEAD", path) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         answers = b""
