@@ -11,9 +11,8 @@ from common.request import Request
 from common.startup.phases import find_phase, phase_names
 from phase9_pipelined import Runner
 from phase9_pipelined.state import MAX_IN_FLIGHT
-from tests.support.drafts import by_rule, let_guess
 from tests.support.engines import Variant
-from tests.support.streams import ManualStream
+from tests.support.streams import ManualStream, by_rule, let_guess
 from tests.support.traffic import Traffic, answer, assert_everything_happened, random_traffic
 
 #: Memory for little more than one sequence of 40 tokens. A phase gets those of the options that it has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import re
 import struct
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -32,16 +34,100 @@ from common.request import SamplingParams
 from common.text.tokenizer import Tokenizer
 from tests.support.gguf_files import (
     ARCHITECTURES,
-    add_sentencepiece,
+    BYTE,
+    CONTROL,
+    UNKNOWN,
+    add_entry,
     add_tokenizer,
     finish,
-    random_blocks,
     save_gguf,
-    save_tensor,
-    train_sentencepiece,
 )
-from tests.support.models import draw_ids, largest_difference, load, refusal_of, save_tiny, solo_logits, zoo
+from tests.support.models import (
+    draw_ids,
+    largest_difference,
+    load,
+    refusal_of,
+    save_tiny,
+    solo_logits,
+    zoo,
+)
 from tests.support.strings import strings
+
+#: The text that `train_sentencepiece` learns from, beside indented code. It has runs of 2 to 16 spaces.
+_TEXT = ["the fox and the hen", "if x: return y", *("a" + " " * n for n in range(1, 20) for _ in range(n))]
+
+
+def train_sentencepiece(*, spaces_last: bool, add_dummy_prefix: bool = True) -> bytes:
+    """Train a SentencePiece model of 1,000 tokens on this package's code, and return its file's bytes.
+
+    Args:
+        spaces_last: give runs of spaces the lowest score, -1e9, as in Mistral's vocabulary.
+        add_dummy_prefix: whether a space is put before each text.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(__file__).read_text().splitlines() + _TEXT * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=1000,
+        byte_fallback=True,
+        add_dummy_prefix=add_dummy_prefix,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        user_defined_symbols=["[INST]", "[/INST]"],
+        minloglevel=2,
+    )
+    content = model.getvalue()
+    if spaces_last:
+        # Each token is stored as 0x0a, the length of its text, the text, 0x15, and four bytes of its score.
+        stored = re.compile(rb"(\x0a.(?:\xe2\x96\x81){2,}\x15)(?s:....)")
+        content, count = stored.subn(lambda found: found[1] + struct.pack("<f", -1e9), content)
+        assert count > 3
+    return content
+
+
+def add_sentencepiece(writer: gguf.GGUFWriter, model: bytes, **replaced: Any) -> None:
+    """Write a SentencePiece model as llama.cpp's converter does."""
+    source = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = range(source.vocab_size())
+
+    def kind(i: int) -> int:
+        kinds = {UNKNOWN: source.is_unknown, CONTROL: source.is_control, BYTE: source.is_byte}
+        user_defined = source.id_to_piece(i) in ("[INST]", "[/INST]")
+        return next((kind for kind, holds in kinds.items() if holds(i)), 4 if user_defined else 1)
+
+    entries = {
+        "model": "llama",
+        "tokens": [source.id_to_piece(i) for i in ids],
+        "scores": [source.get_score(i) for i in ids],
+        "token_type": [kind(i) for i in ids],
+        "unknown_token_id": source.unk_id(),
+        "bos_token_id": source.bos_id(),
+        "eos_token_id": source.eos_id(),
+    }
+    for key, value in (entries | replaced).items():
+        if value is not None:
+            add_entry(writer, f"tokenizer.ggml.{key}", value)
+
+
+def save_tensor(target: Path, name: str, data: np.ndarray[Any, Any], kind: str) -> Path:
+    """Write a file with one tensor, whose bytes are given."""
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    finish(writer)
+    return target
+
+
+def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Return random bytes of a quantized matrix. Any bytes are valid if their scales are finite."""
+    block_values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    if kind == "F32":
+        return generator.standard_normal((rows, width), np.float32)
+    # No byte of a half-precision number above 0x3f makes it infinite, and its sign does not matter here.
+    return generator.integers(0, 0x40, (rows, width // block_values * block_bytes), np.uint8)
+
 
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.devices.graphs import MOST_ROWS, graph_sizes
-from tests.support.graphs import StandIns
+from tests.support.streams import StandIns
 
 
 def double(rows: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,26 @@ from common.models.config import (
 )
 from common.models.presets import PRESETS
 from common.models.registry import parse_config
-from tests.support.models import ARCHITECTURES, as_transformers_4, refusal_of
+from tests.support.models import ARCHITECTURES, refusal_of
+
+
+def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json of transformers 5 in the form in which version 4 would have written it."""
+    old = dict(config)
+    old["torch_dtype"] = old.pop("dtype")
+    rope = old.pop("rope_parameters")
+    if old["model_type"] == "gemma3_text":
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        old["sliding_window_pattern"] = old.pop("layer_types").index("full_attention") + 1
+        old.pop("_sliding_window_pattern", None)
+    else:
+        old.pop("layer_types", None)
+    old["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    old["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    return old
+
 
 #: Published config.json files, written by transformers 4, without entries that do not concern the shape.
 PUBLISHED: dict[str, dict[str, Any]] = {

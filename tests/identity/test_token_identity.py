@@ -18,10 +18,10 @@ from common.engine.engine import Engine
 from common.request import Request, SamplingParams
 from tests.identity.comparison import Arrival, Subject, check, check_on, greedy, prompt_of, subject_of
 from tests.identity.table import IN_EVERY_VARIANT, MODELS, PLAIN, VARIANTS, table
-from tests.support.drafts import let_guess
 from tests.support.engines import Variant
 from tests.support.grammars import FORMS
 from tests.support.pools import assert_consistent, caching
+from tests.support.streams import let_guess
 
 TRAINED = [name for name in MODELS if not name.startswith("random:")]
 
@@ -120,7 +120,7 @@ MASKED = [*PLAIN, *(v for v in VARIANTS if hasattr(v.config(), "pipeline_depth")
 
 @table(models=["zoo:llama-tiny", "zoo:gemma3-tiny"], variants=MASKED, often=PLAIN)
 def test_restricted_tokens(subject: Subject, variant: Variant) -> None:
-    arrivals = restricted_requests(subject, most=32)
+    arrivals = restricted_requests(subject, most=20)
     check(subject, variant, arrivals, max_batch_size=8, max_waiting_requests=len(arrivals))
 
 

@@ -11,7 +11,6 @@ from common.engine.scheduling import RowCost
 from common.request import Request
 from kernels import native
 from phase10_speculative import Config, Runner, build_engine
-from tests.support.drafts import by_rule, guessing
 from tests.support.engines import (
     RememberingModel,
     add,
@@ -22,6 +21,7 @@ from tests.support.engines import (
     greedy,
     run,
 )
+from tests.support.streams import by_rule, guessing
 
 RIGHT = by_rule(chained, wrong_at=lambda place: False)
 WRONG = by_rule(chained, wrong_at=lambda place: True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.models.config import LayerConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.request import SamplingParams
 from tests.support.engines import (
@@ -19,9 +20,15 @@ from tests.support.engines import (
     end_of,
     greedy,
     run,
-    windowed_model,
+    tiny_model,
 )
 from tests.support.pools import assert_consistent, paged, shuffle_free_blocks
+
+
+def windowed_model() -> CausalLM:
+    """A small Llama with sliding and full layers, like Gemma's."""
+    local, full = LayerConfig(window=5, rope=RopeConfig(10_000.0)), LayerConfig(None, RopeConfig(50_000.0))
+    return tiny_model(layers=(local, full, local, full))
 
 
 @pytest.fixture(scope="module")

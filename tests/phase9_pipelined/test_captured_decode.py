@@ -28,8 +28,7 @@ from tests.support.engines import (
     tiny_model,
     tokens_of,
 )
-from tests.support.graphs import StandIns
-from tests.support.streams import runner_of
+from tests.support.streams import StandIns, runner_of
 
 
 class RowStream(ThreadStream):

@@ -15,9 +15,8 @@ from common.request import Request, SamplingParams
 from common.startup.warm_up import capture
 from kernels import native
 from tests.support.engines import assert_all_free, run
-from tests.support.graphs import StandIns
 from tests.support.pools import caching
-from tests.support.streams import runner_of
+from tests.support.streams import StandIns, runner_of
 
 needs_native = pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
 

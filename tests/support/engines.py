@@ -123,12 +123,6 @@ def tiny_model(seed: int = 0, **changes: Any) -> CausalLM:
     return model.eval()
 
 
-def windowed_model() -> CausalLM:
-    """A small Llama with sliding and full layers, like Gemma's."""
-    local, full = LayerConfig(window=5, rope=RopeConfig(10_000.0)), LayerConfig(None, RopeConfig(50_000.0))
-    return tiny_model(layers=(local, full, local, full))
-
-
 def nan_model() -> CausalLM:
     """A small Llama whose keys and values are NaN at every `ALLERGEN`."""
     model = tiny_model()

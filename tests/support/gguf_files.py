@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
-import sentencepiece
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -53,7 +48,7 @@ def save_gguf(
     metadata = _metadata(config) | {key.replace("__", "."): value for key, value in entries.items()}
     for key, value in metadata.items():
         if value is not None:
-            _add(writer, f"{architecture}.{key}", value)
+            add_entry(writer, f"{architecture}.{key}", value)
     add_tokenizer(writer, tokenizer, config["vocab_size"])
     tensors = _renamed(load_file(source / "model.safetensors"), architecture, config["num_hidden_layers"])
     if architecture == "gemma3":
@@ -78,7 +73,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_entry(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     add.get(type(value), writer.add_array)(key, value)
 
@@ -128,65 +123,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, name: str, vocab_size: int | None = N
         entries["merges"] = []
     for key, value in (entries | replaced).items():
         if value is not None and value != []:
-            _add(writer, f"tokenizer.ggml.{key}", value)
-
-
-#: The text that `train_sentencepiece` learns from, beside indented code. It has runs of 2 to 16 spaces.
-_TEXT = ["the fox and the hen", "if x: return y", *("a" + " " * n for n in range(1, 20) for _ in range(n))]
-
-
-def train_sentencepiece(*, spaces_last: bool, add_dummy_prefix: bool = True) -> bytes:
-    """Train a SentencePiece model of 1,000 tokens on this package's code, and return its file's bytes.
-
-    Args:
-        spaces_last: give runs of spaces the lowest score, -1e9, as in Mistral's vocabulary.
-        add_dummy_prefix: whether a space is put before each text.
-    """
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(Path(__file__).read_text().splitlines() + _TEXT * 20),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=1000,
-        byte_fallback=True,
-        add_dummy_prefix=add_dummy_prefix,
-        allow_whitespace_only_pieces=True,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        user_defined_symbols=["[INST]", "[/INST]"],
-        minloglevel=2,
-    )
-    content = model.getvalue()
-    if spaces_last:
-        # Each token is stored as 0x0a, the length of its text, the text, 0x15, and four bytes of its score.
-        stored = re.compile(rb"(\x0a.(?:\xe2\x96\x81){2,}\x15)(?s:....)")
-        content, count = stored.subn(lambda found: found[1] + struct.pack("<f", -1e9), content)
-        assert count > 3
-    return content
-
-
-def add_sentencepiece(writer: gguf.GGUFWriter, model: bytes, **replaced: Any) -> None:
-    """Write a SentencePiece model as llama.cpp's converter does."""
-    source = sentencepiece.SentencePieceProcessor(model_proto=model)
-    ids = range(source.vocab_size())
-
-    def kind(i: int) -> int:
-        kinds = {UNKNOWN: source.is_unknown, CONTROL: source.is_control, BYTE: source.is_byte}
-        user_defined = source.id_to_piece(i) in ("[INST]", "[/INST]")
-        return next((kind for kind, holds in kinds.items() if holds(i)), 4 if user_defined else 1)
-
-    entries = {
-        "model": "llama",
-        "tokens": [source.id_to_piece(i) for i in ids],
-        "scores": [source.get_score(i) for i in ids],
-        "token_type": [kind(i) for i in ids],
-        "unknown_token_id": source.unk_id(),
-        "bos_token_id": source.bos_id(),
-        "eos_token_id": source.eos_id(),
-    }
-    for key, value in (entries | replaced).items():
-        if value is not None:
-            _add(writer, f"tokenizer.ggml.{key}", value)
+            add_entry(writer, f"tokenizer.ggml.{key}", value)
 
 
 def _renamed(tensors: dict[str, Tensor], architecture: str, layers: int) -> dict[str, Tensor]:
@@ -203,21 +140,3 @@ def interleaved(tensor: Tensor, heads: int) -> Tensor:
     """The rows of each head in the order 0, d/2, 1, d/2 + 1, ..., as in llama.cpp's converter."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.swapaxes(1, 2).reshape(tensor.shape).contiguous()
-
-
-def save_tensor(target: Path, name: str, data: np.ndarray[Any, Any], kind: str) -> Path:
-    """Write a file with one tensor, whose bytes are given."""
-    writer = gguf.GGUFWriter(target, "llama")
-    writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-    finish(writer)
-    return target
-
-
-def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Return random bytes of a quantized matrix. Any bytes are valid if their scales are finite."""
-    block_values, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    generator = np.random.default_rng(seed)
-    if kind == "F32":
-        return generator.standard_normal((rows, width), np.float32)
-    # No byte of a half-precision number above 0x3f makes it infinite, and its sign does not matter here.
-    return generator.integers(0, 0x40, (rows, width // block_values * block_bytes), np.uint8)

@@ -122,24 +122,6 @@ def draw_ids(count: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(count)]
 
 
-def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json of transformers 5 in the form in which version 4 would have written it."""
-    old = dict(config)
-    old["torch_dtype"] = old.pop("dtype")
-    rope = old.pop("rope_parameters")
-    if old["model_type"] == "gemma3_text":
-        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-        old["sliding_window_pattern"] = old.pop("layer_types").index("full_attention") + 1
-        old.pop("_sliding_window_pattern", None)
-    else:
-        old.pop("layer_types", None)
-    old["rope_theta"] = rope["rope_theta"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    old["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
-    return old
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return loaded

@@ -9,11 +9,104 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from common.devices.graphs import Graphs
 from common.devices.streams import Pending, Stream
 from common.engine.engine import Engine
+from common.request import Request
 from kernels.tape import Function
 from phase9_pipelined import Runner
+from phase10_speculative.drafters import Drafter
+from phase10_speculative.scheduler import SpeculativeScheduler
 from tests.support.engines import build
+
+#: Gets a request, its tokens so far and a number of tokens; returns guesses of the next ones.
+Guess = Callable[[Request, Sequence[int], int], list[int]]
+
+
+class FixedDrafter:
+    """A drafter that calls a function."""
+
+    matched = 1
+
+    def __init__(self, request: Request, guess: Guess) -> None:
+        self._request = request
+        self._guess = guess
+
+    def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
+        return self._guess(self._request, token_ids, limit)
+
+
+def let_guess(engine: Engine, guess: Guess) -> None:
+    """Make an engine of phase 10 guess by a function."""
+
+    def new_drafter(request: Request) -> Drafter:
+        return FixedDrafter(request, guess)
+
+    assert isinstance(engine.scheduler, SpeculativeScheduler)
+    engine.scheduler.new_drafter = new_drafter  # type: ignore[method-assign]
+
+
+def guessing(guess: Guess, model: Any = None, **options: Any) -> Engine:
+    """Return an engine that guesses by a function, and computes guesses whether they pay or not."""
+    engine = build("phase10_speculative", model, **({"draft_rows": 64} | options))
+    let_guess(engine, guess)
+    return engine
+
+
+def by_rule(rule: Callable[[list[int]], Any], wrong_at: Callable[[int], bool]) -> Guess:
+    """Guess by the rule of a `RememberingModel`. The guesses at some places of the text are wrong."""
+
+    def guess(_: Request, token_ids: Sequence[int], limit: int) -> list[int]:
+        text = list(token_ids)
+        guesses: list[int] = []
+        for _ in range(limit):
+            token = rule(text)
+            right = token if isinstance(token, int) else 0
+            guesses.append(right + 1 if wrong_at(len(text)) else right)
+            text.append(right)
+        return guesses
+
+    return guess
+
+
+class StandIn:
+    """Calls the captured function where a graph would launch its kernels."""
+
+    def __init__(self, function: Callable[..., None], inputs: Sequence[Tensor]) -> None:
+        self._function = function
+        self._inputs = [each.clone() for each in inputs]
+
+    def set(self, inputs: Sequence[Tensor]) -> None:
+        for kept, given in zip(self._inputs, inputs, strict=True):
+            kept.copy_(given)
+
+    def replay(self) -> None:
+        self._function(*self._inputs)
+
+
+class StandIns(Graphs):
+    """Graphs made of `StandIn`, for a CPU.
+
+    Attributes:
+        captured_rows: the rows of each capture, in order.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        fails: Callable[[int], bool] = lambda _: False,
+        to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self.captured_rows: list[int] = []
+
+        def capture(function: Callable[..., None], inputs: Sequence[Tensor]) -> StandIn:
+            self.captured_rows.append(len(inputs[0]))
+            if fails(len(inputs[0])):
+                raise RuntimeError("this capture fails")
+            return StandIn(function, inputs)
+
+        super().__init__(sizes, capture, to_device)
+
 
 T = TypeVar("T")
 
