@@ -7,8 +7,8 @@ functions ──┬─> chat template: `tools`, if it knows tools         ─┐
 ```
 
 A call is written in the syntax of the model's dialect (`common.text.dialect`). In the grammar of a call, the
-JSON Schema
-of its arguments usually stands between the fixed texts of that syntax. (In `pythonic`, each argument has one.)
+JSON Schema of its arguments usually stands between the fixed texts of that syntax. (In `pythonic`, each argument
+has one.)
 
 | syntax | one call | several |
 | --- | --- | --- |
@@ -25,7 +25,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -69,47 +69,42 @@ class Function:
         }
 
 
-class Call(NamedTuple):
-    """A call in an earlier message of the conversation.
+def call_for_template(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of an earlier message in the form in which chat templates read it: as in OpenAI's `tool_calls`,
+    but with the arguments as an object.
 
-    `arguments` is usually an object. But if their text is not a JSON object (say, the model broke the call off), is
-    nested too deeply, or has a lone surrogate (half of a UTF-16 pair), `arguments` is this text.
+    The arguments stay a text if they are no JSON object (say, the model broke the call off), are nested too deeply,
+    or have a lone surrogate (half of a UTF-16 pair).
+
+    Args:
+        call_id: the call's id.
+        name: the function's name.
+        arguments: the JSON text of the arguments. An empty text means no arguments.
     """
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any] | str
-
-    @classmethod
-    def of(cls, call_id: str, name: str, arguments: str) -> Call:
-        """Return a call, given the JSON text of its arguments. An empty text means no arguments."""
-        try:
-            value = from_json(arguments or "{}")
-        except ValueError:
-            return cls(call_id, name, arguments)
-        return cls(call_id, name, value if isinstance(value, dict) else arguments)
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the call for chat templates: as in OpenAI's `tool_calls`, but `arguments` may be an object."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+    try:
+        value = from_json(arguments or "{}")
+    except ValueError:
+        value = arguments
+    told = value if isinstance(value, dict) else arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": told}}
 
 
 # ---------------------------------------------------------------------- the prompt of a template without tools
 
 
-def written(syntax: CallSyntax, calls: Iterable[Call]) -> str:
-    """Return the text of calls in a syntax, as a model of that syntax would generate it."""
+def written(syntax: CallSyntax, calls: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of calls in a syntax, as a model of that syntax would generate it.
+
+    `calls` has them as `call_for_template` returns them.
+    """
+    named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     if syntax == "hermes":
         opener, closer = HERMES_MARKERS
-        objects = ({"name": call.name, "arguments": call.arguments} for call in calls)
+        objects = ({"name": name, "arguments": arguments} for name, arguments in named)
         return "\n".join(f"{opener}\n{_json(each)}\n{closer}" for each in objects)
     if syntax == "llama3_json":
-        return "; ".join(_json({"name": call.name, "parameters": call.arguments}) for call in calls)
-    return "[" + ", ".join(f"{call.name}({_keywords(call.arguments)})" for call in calls) + "]"
+        return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in named)
+    return "[" + ", ".join(f"{name}({_keywords(arguments)})" for name, arguments in named) + "]"
 
 
 def _keywords(arguments: Mapping[str, Any] | str) -> str:
@@ -141,7 +136,7 @@ def told_in_messages(
 
     Args:
         syntax: the syntax of calls.
-        messages: as chat templates read them, with `tool_calls` as `Call.for_template` returns them.
+        messages: as chat templates read them, with `tool_calls` as `call_for_template` returns them.
         functions: the functions that the system message describes. If empty, it describes none.
     """
     told: list[dict[str, Any]] = []
@@ -153,8 +148,8 @@ def told_in_messages(
         for message in run:
             plain = {name: value for name, value in message.items() if name != "tool_calls"}
             if message.get("tool_calls"):
-                calls = (Call(each["id"], **each["function"]) for each in message["tool_calls"])
-                plain["content"] = "\n".join(filter(None, [message["content"], written(syntax, calls)]))
+                calls = written(syntax, message["tool_calls"])
+                plain["content"] = "\n".join(filter(None, [message["content"], calls]))
             told.append(plain)
     if functions:
         lines = "\n".join(_json(each.as_tool()) for each in functions)
@@ -254,8 +249,7 @@ def behind_thought(schema: Mapping[str, Any], dialect: Dialect, *, thinking: boo
         dialect: the dialect of a model that writes thoughts.
         thinking: whether the prompt ends within the thought. If False, the thought is optional.
     """
-    dialect = dataclasses.replace(dialect, calls=dialect.calls or "hermes")  # any: the answer has no calls
-    return Grammar.context_free(_Writer(ToolUse((), ()), dialect, thinking, schema).text_without_calls())
+    return Grammar.context_free(_Writer(ToolUse((), ()), dialect, thinking, schema).text())
 
 
 class _Writer:
@@ -273,10 +267,9 @@ class _Writer:
     def __init__(
         self, use: ToolUse, dialect: Dialect, thinking: bool, otherwise: Mapping[str, Any] | None
     ) -> None:
-        assert dialect.calls is not None, "without a syntax, tools are refused"
         self._use = use
         self._dialect = dialect
-        self._syntax: CallSyntax = dialect.calls
+        self._syntax = dialect.calls
         self._thinking = thinking
         self._otherwise = otherwise
         self._takes_text = otherwise is None and not use.required
@@ -284,20 +277,16 @@ class _Writer:
 
     def text(self) -> str:
         """Return the grammar of an answer: calls or, if the request allows it, text or JSON (`otherwise`)."""
-        calls = [self._call(number, function) for number, function in enumerate(self._use.callable)]
-        self._rules.append(f"call: {' | '.join(calls)}")
-        answer = self._calls()
+        answers = []
+        if self._use.callable:
+            calls = [self._call(number, function) for number, function in enumerate(self._use.callable)]
+            self._rules.append(f"call: {' | '.join(calls)}")
+            answers.append(self._calls())
         if self._otherwise is not None:
-            answer += f" | {_schema(self._otherwise)}"
+            answers.append(_schema(self._otherwise))
         elif self._takes_text:
-            answer += f" | {self._free_text()}"
-        self._rules.append(f"start: {self._thought()} ({answer})")
-        return "\n".join(self._rules)
-
-    def text_without_calls(self) -> str:
-        """Return the grammar of an answer without calls: JSON that matches the schema `otherwise`."""
-        assert self._otherwise is not None, "an answer of any text needs no grammar"
-        self._rules.append(f"start: {self._thought()} {_schema(self._otherwise)}")
+            answers.append(self._free_text())
+        self._rules.append(f"start: {self._thought()} ({' | '.join(answers)})")
         return "\n".join(self._rules)
 
     def _calls(self) -> str:
@@ -405,7 +394,7 @@ class _Writer:
         that could come before the text. If the marker of calls is a token, the text must not spell the marker.
         """
         if self._syntax != "hermes":
-            opening = {"llama3_json": r"\{", "pythonic": r"\[|```tool_code"}[self._syntax]
+            opening = r"\{" if self._syntax == "llama3_json" else r"\[|```tool_code"
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
             no_call = rf"[\p{{White_Space}}\x1c-\x1f]*({opening}{thought})(.|\n)*"
         elif HERMES_MARKERS[0] in self._dialect.special:

@@ -20,10 +20,10 @@ from tokenizers.models import BPE
 from common.constrained import trial as grammar_trial
 from common.constrained.tool_calls import (
     MAX_CALLS,
-    Call,
     Function,
     ToolUse,
     behind_thought,
+    call_for_template,
     told_in_messages,
     written,
 )
@@ -282,7 +282,9 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_call_has_the_listed_properties_unless_the_schema_asks_for_others(syntax: CallSyntax) -> None:
     def takes(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
         use = ToolUse((), (Function("f", None, schema),), required=True, parallel=False)
-        return accepts(use.grammar(dialect(syntax)), written(syntax, [Call("", "f", arguments)]))
+        return accepts(
+            use.grammar(dialect(syntax)), written(syntax, [call_for_template("", "f", json.dumps(arguments))])
+        )
 
     for schema, fits, other in OPEN.values():
         jsonschema.validate(fits, schema)
@@ -400,13 +402,13 @@ VALUES = st.recursive(
     arguments=st.dictionaries(st.sampled_from(["city", "a b", "x"]) | st.text(max_size=3), VALUES, max_size=3)
 )
 def test_a_call_that_is_written_is_read_as_it_was(syntax: CallSyntax, arguments: dict[str, Any]) -> None:
-    call = Call.of("1", "weather", json.dumps(arguments))
+    call = call_for_template("1", "weather", json.dumps(arguments))
     said, _, calls = read(dialect(syntax), written(syntax, [call, call]), ["weather"])
     assert (said, [(name, json.loads(text)) for name, text in calls]) == ("", [("weather", arguments)] * 2)
 
 
 def test_tools_are_told_in_plain_messages() -> None:
-    calls = [Call(str(n), "weather", {"city": city}).for_template() for n, city in enumerate("AB")]
+    calls = [call_for_template(str(n), "weather", json.dumps({"city": city})) for n, city in enumerate("AB")]
     conversation: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Where is it warm?"},

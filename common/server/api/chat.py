@@ -87,7 +87,7 @@ class TemplateOptions(BaseModel):
                 "POST /v1/completions continues text",
                 param="messages",
             )
-        called = {call.id: call.name for message in messages for call in message.calls}
+        called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
         has_tools = bool(functions or called) or any(message.role == "tool" for message in messages)
         told = [message.for_template(called) for message in messages]
         if functions:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, Tag
 
-from common.constrained.tool_calls import Call
 from common.server.api.bodies import BODY, refused
 from common.server.api.fields import OLD_TOOLS, by_type
 from common.server.api.tools import ToolCall
@@ -66,10 +65,6 @@ class ChatMessage(BaseModel):
         default=None, max_length=256, description="in a `tool` message: the id of the call that it answers"
     )
 
-    @property
-    def calls(self) -> list[Call]:
-        return [call.as_call() for call in self.tool_calls or ()]
-
     def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
         """Return the message as a chat template reads it. `called` maps the ids of calls to function names."""
         name = self.name
@@ -79,7 +74,7 @@ class ChatMessage(BaseModel):
             "name": name,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
             "tool_call_id": self.tool_call_id,
-            "tool_calls": [call.for_template() for call in self.calls] or None,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
         }
         content: Any = self.content or ""
         if not isinstance(content, str):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from common.constrained.schemas import size
-from common.constrained.tool_calls import Call, Function, ToolUse
+from common.constrained.tool_calls import Function, ToolUse, call_for_template
 from common.errors import InvalidGrammarError
 from common.server.api.bodies import BODY, refused
 
@@ -230,5 +230,5 @@ class ToolCall(BaseModel):
     function: CalledFunction
     index: int | None = Field(default=None, description="not read; streamed calls have it")
 
-    def as_call(self) -> Call:
-        return Call.of(self.id, self.function.name, self.function.arguments)
+    def for_template(self) -> dict[str, Any]:
+        return call_for_template(self.id, self.function.name, self.function.arguments)
