@@ -233,19 +233,19 @@ async def take_in(
     number = uuid.uuid4().hex if request.state.named else request.state.request_id
     answer_id = f"{route.id_prefix}{service.id_tag}{number}"
     streams = await service.intake.submit(wanted, answer_id, arrived_s)
-    answer = Answer.to(
-        wanted,
-        answer_id,
-        service.model_name,
-        service.fingerprint,
-        service.engine.tokenizer,
-        streams,
-        service.dialect,
-    )
     try:
-        answer.show_prompts(wanted)
+        answer = Answer(
+            wanted,
+            answer_id,
+            streams,
+            tokenizer=service.engine.tokenizer,
+            dialect=service.dialect,
+            model=service.model_name,
+            fingerprint=service.fingerprint,
+        )
     except Exception:
-        answer.cancel()
+        for stream in streams:
+            stream.cancel()
         raise
     return wanted, streaming, answer
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,112 +91,95 @@ class Choice:
         return usage_of([self], [self])
 
 
-@dataclass(slots=True)
 class Answer:
     """One answer: its choices, and the values that its JSON objects share.
 
+    Args:
+        wanted: the request, which was submitted already.
+        answer_id: the answer's id.
+        streams: the engine's outputs for each choice.
+        tokenizer: the model's tokenizer.
+        dialect: how the model marks thoughts and calls.
+        model: the model's name in answers.
+        fingerprint: stands for the version, the phase, the model's name and its number types together.
+
     Attributes:
         created: seconds since 1970.
-        fingerprint: stands for the version, the phase, the model's name and its number types together.
         shown: the fields that the client asked for in addition to the text.
-        streams: the engine's outputs for each choice, in the order of `choices`.
-        origin: fields that follow `id` and `object` in each chunk, or in the JSON answer, of completions and chat.
         text_only: whether `shown` asks for nothing.
+        origin: fields that follow `id` and `object` in each chunk, or in the JSON answer, of completions and chat.
     """
 
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-    tokenizer: Tokenizer
-    choices: Sequence[Choice]
-    shown: Shown = dataclasses.field(default_factory=Shown)
-    streams: Sequence[RequestStream] = ()
-    origin: AnswerOrigin = dataclasses.field(init=False)
-    text_only: bool = dataclasses.field(init=False)
-    _held_back: list[tuple[Choice, StepOutput]] = dataclasses.field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.origin = {
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
-        self.text_only = self.shown == Shown()
-
-    @classmethod
-    def to(
-        cls,
+    def __init__(
+        self,
         wanted: GenerationRequest,
         answer_id: str,
+        streams: Sequence[RequestStream],
+        *,
+        tokenizer: Tokenizer,
+        dialect: Dialect,
         model: str,
         fingerprint: str,
-        tokenizer: Tokenizer,
-        streams: Sequence[RequestStream],
-        dialect: Dialect,
-    ) -> Answer:
-        """Return the answer to a submitted request. It has no outputs yet."""
-        prompts = [Prompt() for _ in range(wanted.num_prompts)]
+    ) -> None:
+        self.id = answer_id
+        self.created = int(time.time())
+        self.model = model
+        self.tokenizer = tokenizer
+        self.streams = streams
+        self.shown = wanted.shown
+        self.text_only = self.shown == Shown()
+        self.origin: AnswerOrigin = {
+            "created": self.created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         per_prompt = wanted.choices_per_prompt
-        choices = [
-            Choice(number * per_prompt + j, prompt, is_prompts_first=j == 0)
-            for number, prompt in enumerate(prompts)
-            for j in range(per_prompt)
+        prompts = [
+            Prompt() if self.text_only else self._shown_prompt(wanted, number, streams[number * per_prompt])
+            for number in range(wanted.num_prompts)
+        ]
+        self.choices = [
+            Choice(index, prompts[index // per_prompt], is_prompts_first=index % per_prompt == 0)
+            for index in range(len(streams))
         ]
         names = wanted.tool_use.names if wanted.tool_use is not None else ()
         if names or (wanted.has_parts and dialect.thinks):
             tail = streams[0].request.prompt_token_ids[-THOUGHT_TOKENS:]
             thinking = opens_thought(tokenizer.decode(tail, skip_special_tokens=False))
-            for choice in choices:
+            for choice in self.choices:
                 choice.reader = new_reader(dialect, names=names, thinking=thinking)
-        created = int(time.time())
-        return cls(answer_id, created, model, fingerprint, tokenizer, choices, wanted.shown, streams)
+        self._held_back: list[tuple[Choice, StepOutput]] = []
 
-    def show_prompts(self, wanted: GenerationRequest) -> None:
-        """Fill in each prompt's token ids and, if the request asked for an echo, the prompt's text to echo. Does
-        nothing if the answer is `text_only`."""
-        if self.text_only:
-            return
-        for choice, stream in zip(self.choices, self.streams, strict=True):
-            prompt = choice.prompt
-            if prompt.token_ids:  # filled in for an earlier choice
-                continue
-            prompt.token_ids = stream.request.prompt_token_ids
-            if self.shown.echo:
-                text = wanted.echo_of(choice.index // wanted.choices_per_prompt)
-                skipped = stream.request.params.skip_special_tokens
-                prompt.echo = (
-                    self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skipped)
-                    if text is None
-                    else text
-                )
+    def _shown_prompt(self, wanted: GenerationRequest, number: int, stream: RequestStream) -> Prompt:
+        """Return a prompt with its token ids and, if the request asked for an echo, its text."""
+        token_ids, echo = stream.request.prompt_token_ids, ""
+        if self.shown.echo:
+            text = wanted.echo_of(number)
+            skipped = stream.request.params.skip_special_tokens
+            echo = self.tokenizer.decode(token_ids, skip_special_tokens=skipped) if text is None else text
+        return Prompt(token_ids, echo)
 
-    def all_ready(self, arrived: Sequence[tuple[int, StepOutput]]) -> Iterator[tuple[Choice, StepOutput]]:
-        """Yield the outputs that can be sent now that these have arrived, each with its choice."""
-        for index, output in arrived:
-            yield from self.ready(index, output)
-
-    def ready(self, index: int, output: StepOutput) -> Sequence[tuple[Choice, StepOutput]]:
-        """Return the outputs that can be sent now that `output` of choice `index` has come, each with its choice.
+    def ready(self, arrived: Iterable[tuple[int, StepOutput]]) -> Iterator[tuple[Choice, StepOutput]]:
+        """Yield the outputs that can be sent now that these have arrived, each with its choice.
 
         If only the prompt is wanted, an output's token is removed. A prompt is scored for its first choice only,
         but its other choices may show the scores, too. So if scores are asked for, outputs of the other choices
         are held back until the first choice has an output.
         """
-        choice = self.choices[index]
-        if self.text_only:
-            return ((choice, output),)
-        if self.shown.prompt_only and output.token_id is not None:
-            output = without_token(output)
-        ready, prompt = [(choice, output)], choice.prompt
-        if self.shown.scores_prompts and not prompt.is_scored:
-            if not choice.is_prompts_first:
-                self._held_back += ready
-                return ()
-            prompt.is_scored, prompt.scores = True, output.prompt_logprobs
-            ready += [each for each in self._held_back if each[0].prompt is prompt]
-            self._held_back = [each for each in self._held_back if each[0].prompt is not prompt]
-        return ready
+        for index, output in arrived:
+            choice = self.choices[index]
+            prompt = choice.prompt
+            if self.shown.prompt_only and output.token_id is not None:
+                output = without_token(output)
+            if prompt.is_scored or not self.shown.scores_prompts:
+                yield choice, output
+            elif not choice.is_prompts_first:
+                self._held_back.append((choice, output))
+            else:
+                prompt.is_scored, prompt.scores = True, output.prompt_logprobs
+                yield choice, output
+                yield from (each for each in self._held_back if each[0].prompt is prompt)
+                self._held_back = [each for each in self._held_back if each[0].prompt is not prompt]
 
     def stop_reason(self, choice: Choice) -> StopReason:
         """Return the field `stop_reason` of a choice that has ended: the stop string or stop token that ended it.
@@ -226,11 +209,8 @@ def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
 
     `prompts` has one choice for each prompt that is counted. Each choice must have an output already.
     """
-    first = [choice.latest for choice in prompts if choice.latest is not None]
-    latest = [choice.latest for choice in choices if choice.latest is not None]
-    assert (len(first), len(latest)) == (len(prompts), len(choices)), (
-        "asked for with an output of each choice"
-    )
+    first, latest = ([each.latest for each in some if each.latest is not None] for some in (prompts, choices))
+    assert (len(first), len(latest)) == (len(prompts), len(choices)), "each choice has an output"
     prompt_tokens = sum(output.prompt_tokens for output in first)
     completion_tokens = sum(output.completion_tokens for output in latest)
     accepted_tokens = sum(output.accepted_tokens for output in latest)
@@ -318,7 +298,7 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
         yield opening
     async for arrived in arriving(answer.streams):
         events = []
-        for choice, output in answer.all_ready(arrived):
+        for choice, output in answer.ready(arrived):
             choice.latest = output
             if _is_large(answer, choice, output):
                 events.append(await encoding.run(functools.partial(wire.events, choice, output)))
@@ -342,7 +322,7 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
     answer = wire.answer
     said: list[list[StepOutput]] = [[] for _ in answer.choices]
     async for arrived in arriving(answer.streams):
-        for choice, output in answer.all_ready(arrived):
+        for choice, output in answer.ready(arrived):
             if output.error is not None:
                 raise from_exception(output.error)
             choice.latest = output

@@ -23,24 +23,20 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def completion_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> Logprobs | None:
-    """Return the log-probabilities of the tokens of some outputs; None if there are none.
+    """Return the log-probabilities of the tokens of some outputs of a choice; None if there are none.
 
     If the prompt is echoed, the log-probabilities of a choice's first output begin with the prompt's tokens.
-
-    Args:
-        answer: the choice's answer.
-        choice: the choice that the outputs belong to.
-        said: outputs, in order.
     """
-    columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    columns = _no_tokens()
     prompt, shown = choice.prompt, answer.shown
     if said and is_first(said[0]) and shown.echo and shown.logprobs is not None:
         if prompt.echoed_logprobs is None:
             prompt.echoed_logprobs = _echoed(answer.tokenizer, prompt, shown.logprobs)
-        columns["tokens"] += prompt.echoed_logprobs["tokens"]
-        columns["token_logprobs"] += prompt.echoed_logprobs["token_logprobs"]
-        columns["top_logprobs"] += prompt.echoed_logprobs["top_logprobs"]
-        columns["text_offset"] += prompt.echoed_logprobs["text_offset"]
+        echoed = prompt.echoed_logprobs
+        columns["tokens"] += echoed["tokens"]
+        columns["token_logprobs"] += echoed["token_logprobs"]
+        columns["top_logprobs"] += echoed["top_logprobs"]
+        columns["text_offset"] += echoed["text_offset"]
     for output in said:
         if output.logprobs is not None and output.token_id is not None:
             offset = len(prompt.echo) + output.text_offset
@@ -49,11 +45,16 @@ def completion_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutpu
     return columns if columns["tokens"] else None
 
 
+def _no_tokens() -> Logprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
     """Return the log-probabilities of an echoed prompt's tokens, with at most `count` top tokens each."""
-    columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    columns = _no_tokens()
     pieces = IncrementalDetokenizer(tokenizer, ())
-    known = [None, *(_cut(each, count) for each in prompt.scores or ())]
+    # The engine reports more top tokens if another field of the request asks for more.
+    known = [None, *(TokenLogprobs(each.logprob, each.top[:count]) for each in prompt.scores or ())]
     known += [None] * (len(prompt.token_ids) - len(known))  # the prompt could not be scored
     at, first = 0, True
     for token_id, logprobs in zip(prompt.token_ids, known, strict=True):
@@ -81,14 +82,6 @@ def _add_token(
     columns["token_logprobs"].append(None if logprobs is None else finite(logprobs.logprob))
     columns["top_logprobs"].append(None if logprobs is None else _top(tokenizer, token_id, logprobs, first))
     columns["text_offset"].append(offset)
-
-
-def _cut(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
-    """Return a token's log-probabilities with at most `count` top tokens.
-
-    The engine reports more if another field of the request asks for more.
-    """
-    return TokenLogprobs(logprobs.logprob, logprobs.top[:count])
 
 
 def _top(tokenizer: Tokenizer, sampled: int, logprobs: TokenLogprobs, first: bool) -> dict[str, float]:
