@@ -36,9 +36,9 @@ def _run(words: list[str]) -> int:
         case ["-h" | "--help"]:
             print(USAGE)
         case ["--version"]:
-            from common.server.options import print_version
+            from common.server.options import version_text
 
-            print_version()
+            print(version_text())
         case ["serve", "-h" | "--help"]:
             from common.server import run as serve
             from common.startup.phases import phase_names

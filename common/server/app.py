@@ -137,7 +137,7 @@ def create_app(
         for route in router.routes:
             assert isinstance(route, APIRoute), "the routers have no routes of other kinds"
             app.state.paths.append(route.path)
-            if "GET" in route.methods:
+            if "GET" in (route.methods or ()):
                 app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_middleware(AnswerErrors)
     if api_keys:

@@ -1,7 +1,6 @@
 """Options of the server, beside those of the engine (`common.engine.config`), and how a command reads both.
 
-Every option is a flag and an environment variable. If both are given, the flag wins. `--help` lists each option
-once, in groups.
+Every option is a flag and an environment variable. If both are given, the flag wins.
 """
 
 from __future__ import annotations
@@ -9,20 +8,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.metadata
-import inspect
 import ipaddress
 import logging
 import os
 import re
-import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict
 
 from common.engine.config import EngineConfig
 from common.server.errors import shorten
@@ -34,6 +30,9 @@ from common.version import project_version
 #: the environment.
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
 
+
+#: Type of an option with a time.
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 #: An `Origin` header: scheme, host, and a port that is not the scheme's own.
 _ORIGIN = re.compile(
@@ -98,16 +97,12 @@ class CommonOptions(BaseModel):
     log_format: Literal["text", "json"] = Field(
         default="text", description="json: each line is an object, with a request's numbers as fields"
     )
-    body_timeout: float = Field(
+    body_timeout: Seconds = Field(
         default=30.0,
-        gt=0.0,
-        allow_inf_nan=False,
         description="seconds within which a request's headers must arrive, and again its body",
     )
-    step_timeout: float | None = Field(
+    step_timeout: Seconds | None = Field(
         default=600.0,
-        gt=0.0,
-        allow_inf_nan=False,
         description="seconds after which a step counts as hung: /health then answers 503, so that the server is "
         "started again; none: never",
     )
@@ -150,8 +145,8 @@ class CommonOptions(BaseModel):
         return {"proxy_headers": bool(proxies), "forwarded_allow_ips": proxies}
 
 
-class LimitOptions(BaseModel):
-    """Limits of what clients may take."""
+class ServerOptions(CommonOptions):
+    """More options of the server."""
 
     max_connections: int = Field(
         default=1024, ge=1, description="most open connections; further ones are answered 503, or closed"
@@ -162,22 +157,14 @@ class LimitOptions(BaseModel):
         description="most open connections of one address; default: half of --max-connections; loopback is not "
         "limited",
     )
-    keep_alive_timeout: float = Field(
+    keep_alive_timeout: Seconds = Field(
         default=60.0,
-        gt=0.0,
-        allow_inf_nan=False,
         description="seconds that a connection may stay open without a request",
     )
-    send_timeout: float = Field(
+    send_timeout: Seconds = Field(
         default=60.0,
-        gt=0.0,
-        allow_inf_nan=False,
         description="seconds within which a client must read 48 KiB of an answer, if more is waiting for it",
     )
-
-
-class ServerOptions(LimitOptions, CommonOptions):
-    """More options of the server."""
 
     uds: Path | None = Field(
         default=None,
@@ -226,7 +213,6 @@ logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "INFER_"
 NONE = "none"  # text that a user writes for an option without a value
-OTHER_NAMES = {"--num-gpu-blocks": "--num-blocks"}
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
@@ -235,10 +221,9 @@ class UsageError(Exception):
     """Raised for a wrong option in the flags or the environment. One line names the option and the remedy."""
 
 
-def print_version() -> NoReturn:
-    """Print the versions of this package and of torch, and exit."""
-    print(f"infer {project_version()}, torch {importlib.metadata.version('torch')}")
-    sys.exit(0)
+def version_text() -> str:
+    """Return the versions of this package and of torch."""
+    return f"infer {project_version()}, torch {importlib.metadata.version('torch')}"
 
 
 #: Messages that replace pydantic's, which name its own types; by pydantic's error type.
@@ -273,18 +258,44 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
     Raises:
         UsageError: as `read_options`.
     """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        print(help_text(settings_class), end="")
-        sys.exit(0)
-    if "--version" in argv:
-        print_version()
     ignore_kubernetes_port()
+    parser = Parser(settings_class)
+    flags = CliSettingsSource[Parser](
+        settings_class, root_parser=parser, add_argument_method=Parser.add_argument
+    )
     try:
-        return settings_class(_cli_parse_args=joined_values(argv, settings_class))
-    except SettingsError as error:
-        raise explain_unparsed(str(error), settings_class) from None
+        arguments = joined_values(argv, settings_class)
+        return CliApp.run(settings_class, cli_args=arguments, cli_settings_source=flags)
     except ValidationError as error:
         raise explain_invalid(error) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a settings class's flags. For wrong flags, it raises UsageError."""
+
+    def __init__(self, settings_class: type[BaseSettings]) -> None:
+        prog = settings_class.model_config["cli_prog_name"]
+        super().__init__(prog, f"{prog} [options]", settings_class.__doc__, allow_abbrev=False)
+        self.add_argument(
+            "--version", action="version", version=version_text(), help="show the version and exit"
+        )
+        self._flags = [flag_of(field) for field in settings_class.model_fields]
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        """Add a flag. Its help names no default that is a function, and none after a description that names it."""
+        text = re.sub(r" \(default( factory:.*|: )\)$", "", settings["help"])
+        settings["help"] = text.removesuffix(" (default: none)") if "default" in text[:-15] else text
+        return super().add_argument(*names, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError. For an unknown flag, it names the most similar flag, if one is similar."""
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown is None:
+            raise UsageError(f"{message}; --help lists the options")
+        name = unknown[1].partition("=")[0]
+        close = difflib.get_close_matches(name, self._flags, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}?" if close else "--help lists the options"
+        raise UsageError(f"unknown option {name}: {hint}")
 
 
 def ignore_kubernetes_port() -> None:
@@ -301,7 +312,7 @@ def ignore_kubernetes_port() -> None:
 def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> list[str]:
     """Return the flags with one value each: `--served-model-name a b` (vLLM's) becomes `--served-model-name a,b`.
 
-    Only flags with several texts (`Names`) take further values. A flag's other name is replaced by its own.
+    Only flags with several texts (`Names`) take further values.
     """
     fields = settings_class.model_fields.items()
     several = {flag_of(name) for name, field in fields if typing.get_origin(field.annotation) is list}
@@ -310,9 +321,7 @@ def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> li
     flag = ""
     for word in argv:
         if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            flag = OTHER_NAMES.get(flag, flag)
-            word = f"{flag}{equals}{value}"
+            flag, equals, _ = word.partition("=")
             has_value = bool(equals)
         elif has_value and flag in several:
             joined[-1] += f",{word}"
@@ -366,30 +375,14 @@ def settings_for(
                 cli_prog_name=prog or f"python -m {package.PHASE.slug}",
                 cli_kebab_case=True,
                 cli_implicit_flags=True,
-                cli_exit_on_error=False,
                 cli_hide_none_type=True,
                 cli_parse_none_str=NONE,
                 env_parse_none_str=NONE,
                 cli_avoid_json=True,
+                cli_shortcuts={"num-blocks": "num-gpu-blocks"},  # vLLM's name
             ),
         },
     )
-
-
-def explain_unparsed(message: str, settings_class: type[BaseSettings]) -> UsageError:
-    """Return the UsageError for flags that pydantic could not parse. `message` is pydantic's.
-
-    For a flag that does not exist, the error names the most similar flag that does, if one is similar.
-    """
-    text = message.removeprefix("error parsing CLI: ")
-    unknown = re.match(r"unrecognized arguments: (\S+)", text)
-    if unknown is None:
-        return UsageError(f"{text}; --help lists the options")
-    name = unknown[1].partition("=")[0]
-    flags = [flag_of(field) for field in settings_class.model_fields]
-    close = difflib.get_close_matches(name, flags, n=1, cutoff=0.7)
-    hint = f"did you mean {close[0]}?" if close else "--help lists the options"
-    return UsageError(f"unknown option {name}: {hint}")
 
 
 def explain_invalid(error: ValidationError) -> UsageError:
@@ -409,70 +402,3 @@ def explain_invalid(error: ValidationError) -> UsageError:
 
 def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def help_text(settings: type[BaseSettings]) -> str:
-    """Return the text of `--help` for a command whose options are the fields of `settings`."""
-    prog = settings.model_config["cli_prog_name"]
-    parser = argparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [options]", description=settings.__doc__, add_help=False
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, field in settings.model_fields.items():
-        title = _group_of(name, settings)
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        help_line = f"{field.description}{_default_of(field)}".replace("%", "%%")
-        flag = "--" + name.replace("_", "-")
-        if field.annotation is bool:
-            flags = (flag, flag.replace("--", "--no-", 1))
-            groups[title].add_argument(*flags, action="store_true", help=help_line)
-        else:
-            groups[title].add_argument(flag, metavar=_value_of(field), help=help_line)
-    last = parser.add_argument_group("Help")
-    last.add_argument("-h", "--help", action="store_true", help="show this text and exit")
-    last.add_argument("--version", action="store_true", help="show the version and exit")
-    return parser.format_help()
-
-
-def _group_of(name: str, settings: type[BaseSettings]) -> str:
-    """Return the title of an option's group in `--help`.
-
-    It names the phase that added the option, or is the first line of the docstring of the class that has it.
-    """
-    definer = next(each for each in reversed(settings.__mro__) if name in inspect.get_annotations(each))
-    phase = re.match(r"phase(\d+)_", definer.__module__)
-    if phase is not None:
-        return f"Phase {phase[1]} adds"
-    return (definer.__doc__ or "").partition("\n")[0].rstrip(".")
-
-
-def _default_of(field: FieldInfo) -> str:
-    """Return an option's default in brackets, for `--help`.
-
-    Returns an empty text if the default is None or empty, or if the option's description names the default.
-    """
-    default = field.default
-    if field.default_factory is not None or default in (None, "") or "default:" in (field.description or ""):
-        return ""
-    if field.annotation is bool:
-        default = "on" if default else "off"
-    elif isinstance(default, float):
-        default = f"{default:g}"
-    return f" (default: {default})"
-
-
-def _value_of(field: FieldInfo) -> str:
-    """Return the placeholder of an option's value in `--help`, such as `N` for a whole number."""
-    types = list(_plain_types(field.annotation))
-    if typing.get_origin(types[0]) is typing.Literal:
-        return "{" + ",".join(typing.get_args(types[0])) + "}"
-    return {int: "N", float: "X", Path: "FILE"}.get(types[0], "TEXT")
-
-
-def _plain_types(annotation: object) -> Iterator[typing.Any]:
-    """Yield the types of a union with None, except None. Any other annotation is yielded as it is."""
-    if type(None) in typing.get_args(annotation):
-        yield from (each for each in typing.get_args(annotation) if each is not type(None))
-    else:
-        yield annotation

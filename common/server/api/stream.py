@@ -50,7 +50,7 @@ STREAM_ENDS = "infer.stream_ends"
 T = TypeVar("T")
 
 # The library would cut all streams at the server's shutdown. `common.server.run.Server` lets them end.
-AppStatus.disable_automatic_graceful_drain()
+AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
 class EventStream(EventSourceResponse):

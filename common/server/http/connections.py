@@ -180,7 +180,7 @@ class Connection(H11Protocol):
             transport.abort()
             return
         if excess > 0:
-            self.app = TooMany(self.config, self.app)  # type: ignore[assignment]  # Starlette's types of an app
+            self.app = TooMany(self.config, self.app)
             self._receive_s = SPARE_TIMEOUT_S
             self.timeout_keep_alive = SPARE_TIMEOUT_S  # type: ignore[assignment]  # see `Config`
         self._watch()
