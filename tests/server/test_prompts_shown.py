@@ -1,4 +1,4 @@
-"""Echoed prompts, log-probabilities and ids of their tokens, and biases, which evaluation tools need."""
+"""Echoed prompts, log-probabilities and ids of their tokens, which evaluation tools need."""
 
 from __future__ import annotations
 
@@ -135,9 +135,6 @@ def test_max_tokens_0_scores_the_prompt(server: ServerProcess) -> None:
         sorted((chunk["choices"][0] for chunk in chunks), key=lambda choice: choice["index"])
         == none["choices"]
     )
-
-
-# ---------------------------------------------------------------------- biases
 
 
 # ---------------------------------------------------------------------- prompts that are cut
