@@ -18,6 +18,7 @@ from common.startup.phases import find_phase
 from tests.server.support import ServerProcess
 
 Fail = Callable[..., str]
+TLS = Path(__file__).parent / "tls"
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +147,20 @@ def test_a_file_of_the_model_that_is_broken_or_missing(
         (folder / name).write_bytes(content[:kept_bytes])
     says = name if kept_bytes is not None else name.partition(".")[0]
     assert says in fail(1, "--model", str(folder), "--port", "0", "--device", "cpu")
+
+
+def test_files_that_cannot_be_used(fail: Fail, tmp_path: Path) -> None:
+    notes, none, empty = tmp_path / "notes.txt", tmp_path / "no" / "file", tmp_path / "empty.pem"
+    notes.write_text("mine")
+    empty.write_text("")
+    certificate, key = TLS / "certificate.pem", TLS / "key.pem"
+    for path in (notes, none):
+        assert f"--uds {path}: " in fail(1, "--uds", str(path))
+    assert notes.read_text() == "mine"
+    assert str(none) in fail(1, "--port", "0", "--chat-template", str(none))
+    for first, second in ((none, key), (empty, key), (certificate, certificate)):
+        files = ("--ssl-certfile", str(first), "--ssl-keyfile", str(second))
+        assert " ".join(files) + ": " in fail(1, "--port", "0", *files)
 
 
 def test_help_lists_every_option(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
