@@ -78,12 +78,8 @@ def test_no_page_asks_for_a_library_that_the_theme_would_fetch(pages: dict[Path,
 
 
 def test_pages_stay_light_on_a_phone(site: Path) -> None:
-    heavy = {
-        path.name: path.stat().st_size
-        for path in site.glob("*.html")
-        if path.stat().st_size > 400_000 and path.name != "ledger.html"
-    }
-    assert heavy == {}
+    heavy = [path.name for path in site.glob("*.html") if path.stat().st_size > 400_000]
+    assert heavy == []
 
 
 def test_the_viewer_is_the_servers_own(site: Path) -> None:
@@ -124,9 +120,7 @@ def test_a_link_to_a_page_has_a_preview(pages: dict[Path, Page], site: Path) -> 
         assert 5 <= len(found["og:description"]) <= 200, path
         descriptions.add(found["og:description"])
     assert len(descriptions) == len(pages)
-    paged = preview(site / "phases" / "paged.html")
-    assert (paged["og:type"], paged["og:title"]) == ("article", "Phase 6: paged attention")
-    assert paged["og:description"].startswith("A slot of phase 5 is as long as the longest allowed sequence")
+    assert preview(site / "phases" / "paged.html")["og:type"] == "article"
     assert preview(site / "index.html")["og:type"] == "website"
 
 
