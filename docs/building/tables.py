@@ -137,7 +137,7 @@ def criterion(*asked: tuple[str, str, str, str, str], model: str | None = None) 
         kept += [_keeps(value, bound) for _, value in found]
         said = ", ".join(f"×{value:.2f} (`{name}`)" for name, value in found)
         shown.append(f"`{workload}`: {metric} {said} (asked: {bound})")
-    return _criterion(kept, shown)
+    return f"{'met' if all(kept) else '**missed**'} | {'<br>'.join(shown)}"
 
 
 # ---------------------------------------------------------------------- macros: measured tables
@@ -161,17 +161,6 @@ def measured_cell(name: str, column: str, *row: str | float) -> str:
     measured = newest_table(name)
     place = measured.columns.index(column)
     return next(show(cells[place]) for cells in measured.rows if tuple(cells[: len(row)]) == row)
-
-
-def cells_criterion(name: str, column: str, *asked: tuple[str, str]) -> str:
-    """Like `criterion`, for cells of one column of a measured table.
-
-    Args:
-        asked: for each cell the first cell of its row, and a bound.
-    """
-    cells = [(row, measured_cell(name, column, row), bound) for row, bound in asked]
-    kept = [_keeps(float(value), bound) for _, value, bound in cells]
-    return _criterion(kept, [f"{row}: {value} (asked: {bound})" for row, value, bound in cells])
 
 
 def newest_table(name: str) -> MeasuredTable:
@@ -244,10 +233,6 @@ def _keeps(value: float, bound: str) -> bool:
     """Return whether a value keeps a bound such as `≥ 1.25`. The value is rounded first, as it is shown."""
     sign, number = bound.split()
     return round(value, 2) >= float(number) if sign == "≥" else round(value, 2) <= float(number)
-
-
-def _criterion(kept: Sequence[bool], shown: Sequence[str]) -> str:
-    return f"{'met' if all(kept) else '**missed**'} | {'<br>'.join(shown)}"
 
 
 # ---------------------------------------------------------------------- figures

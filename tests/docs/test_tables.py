@@ -284,13 +284,6 @@ def test_a_page_shows_setup_and_rows_of_each_machine(folder: Path) -> None:
         assert shown in published
 
 
-def test_a_criterion_of_cells_is_met_if_every_cell_keeps_its_bound(folder: Path) -> None:
-    a_table([["a", 1.5, ""], ["b", 0.97, ""]]).save(folder)
-    met = tables.cells_criterion("decode_step", "ms", ("a", "≥ 1.5"), ("b", "≤ 0.97"))
-    assert met == "met | a: 1.5 (asked: ≥ 1.5)<br>b: 0.97 (asked: ≤ 0.97)"
-    assert tables.cells_criterion("decode_step", "ms", ("a", "≥ 1.5"), ("b", "≥ 1")).startswith("**missed**")
-
-
 def test_a_chart_has_a_curve_for_each_value_of_a_column(folder: Path) -> None:
     rows = [[1, 9.0, "random"], [4, None, "random"], [1, 5.0, "least_loaded"], [4, 7.0, "least_loaded"]]
     a_table(rows).save(folder)
