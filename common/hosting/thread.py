@@ -23,7 +23,7 @@ that ends afterwards, and its pool of workers ends with it.
 | event loop | HTTP, routes, validation of small bodies, events of answers | `common.server` |
 | `engine` | `Engine.step`: planning, commits, text; in phases 4 to 8 forward passes and sampling | here |
 | a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.devices.streams` |
-| lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.api.intake` |
+| lanes | large bodies, grammars, prompts, `/tokenize`, large answers | `common.server.api.lanes` |
 | `masks`, a few | token masks of grammars | `common.constrained.mask_threads` |
 | `apart` | one function: building the engine, recording a pass; then it ends | `common.devices.streams` |
 

@@ -7,16 +7,19 @@ From `bodies` to `stream`, the modules import each other in one direction only, 
 socket    http/connections  bounds on the number of connections, and on the time that each may take (`http/framing`:
                             the HTTP parser, with bounds on a head and on a body's pieces)
 request   http/middleware   answers counted, request ids, API keys, allowed `Host` names
-parse     routes            the functions of the routes; `generate` for the routes that make text
+parse     routes            `JsonRoute` reads the body that an endpoint's function takes
           api/bodies        bytes to a validated body, or to one error (`api/fields`: fields that are not
                             implemented)
-tokens    api/intake        grammar compiled, places in the queue held, prompt tokenized
+endpoint  api/completions, api/chat, api/messages, api/tokens, api/response_routes
+                            each with its body, its answer and its routes (`api/wanted`, `api/conversation`: fields
+                            that bodies share); `routes.generate` for those that make text
+tokens    api/intake        grammar compiled, places in the queue held, prompt tokenized (`api/lanes`: the threads
+                            for this work)
 inbox     common.hosting    the engine's thread moves requests from the inbox to `Scheduler.waiting`
 step      common.engine.engine
 text      api/answer        outputs of all choices as they come (`api/parts`: answer, thoughts and tool calls, cut
                             from their text)
-event     api/completions, api/chat, api/responses, api/messages and their answers: an event of a stream, or the
-                            JSON answer (`api/shapes`, `api/logprobs`: its objects)
+event     the endpoint      an event of a stream, or the JSON answer (`api/shapes`, `api/logprobs`: its objects)
 socket    api/stream        events to the client, until the answer ends or the client leaves
 ```
 
@@ -30,7 +33,7 @@ Modules beside this path:
 | `state` | the routes that make no text: models, health, telemetry, traces, administration |
 | `http/sockets` | listening; limits of the operating system |
 | `errors` | the JSON shape of errors, and their statuses |
-| `openapi` | the OpenAPI document |
+| `openapi` | what the OpenAPI document says of answers |
 | `logs`, `metrics` | lines of the log; numbers for Prometheus |
 | `page/` | the web page at `/`; steps and traces of the running engine; `viewer/` draws the steps |
 """

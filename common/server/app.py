@@ -14,9 +14,8 @@ from common.engine.engine import Engine
 from common.engine.requests import EngineFront
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
-from common.server import routes
-from common.server import state as state_routes
-from common.server.api import messages
+from common.server import state
+from common.server.api import chat, completions, messages, response_routes, tokens
 from common.server.api.bodies import Bodies
 from common.server.errors import HANDLERS
 from common.server.http.middleware import (
@@ -121,6 +120,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from another host
         redoc_url=None,
+        servers=[{"url": root_path}] if root_path else None,
         redirect_slashes=False,
         exception_handlers=HANDLERS,
     )
@@ -128,10 +128,13 @@ def create_app(
     app.state.metrics = Metrics(service)
     app.state.paths = []  # paths of all routes, to suggest one for a mistyped path
     for router in (
-        routes.router,
+        completions.router,
+        chat.router,
+        response_routes.router,
         messages.router,
-        state_routes.router,
-        *([state_routes.admin_router] if admin else []),
+        tokens.router,
+        state.router,
+        *([state.admin_router] if admin else []),
     ):
         app.include_router(router)
         for route in router.routes:
@@ -152,5 +155,5 @@ def create_app(
     if root_path:
         app.add_middleware(RootPath, root_path=root_path)
     app.add_middleware(CountAnswers, counts=service.answers)
-    app.openapi = lambda: openapi_document(app, engine, service.limits, root_path)  # type: ignore[method-assign]  # FastAPI's way to extend it
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

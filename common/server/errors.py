@@ -122,6 +122,11 @@ def unavailable(message: str, *, code: str, retry_after_s: int, type: str = UNAV
     return ApiError(503, message, type=type, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
+def refused(param: str, message: str, details: Mapping[str, object] | None = None) -> ApiError:
+    """Return the ApiError (422) for a value of the field `param` that cannot be served."""
+    return ApiError(422, f"{param}: {message}", param=param, code="invalid_value", details=details)
+
+
 def internal_error() -> ApiError:
     """Return the ApiError (500) for a failure of the server. Details are in the log only."""
     return ApiError(500, "the server failed on this request", type=SERVER_ERROR, code="internal_error")

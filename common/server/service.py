@@ -16,7 +16,8 @@ from common.engine.requests import EngineFront
 from common.errors import EngineDeadError
 from common.hosting.async_engine import EngineWorker
 from common.server.api.bodies import Bodies, Body, Limits
-from common.server.api.intake import Admission, Intake
+from common.server.api.intake import Intake
+from common.server.api.lanes import Admission
 from common.server.api.response_items import ResponseStore
 from common.server.errors import unavailable
 from common.server.page.live_view import LiveView, Recordings

@@ -23,6 +23,7 @@ from common.server.api.shapes import (
 )
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError
+from common.server.openapi import answers
 from common.server.page.page import PAGE_HEADERS
 from common.server.service import Served, Service
 from common.version import project_version
@@ -30,8 +31,8 @@ from common.version import project_version
 router = APIRouter()
 
 
-@router.get("/v1/models")
-@router.get("/openai/v1/models")
+@router.get("/v1/models", **answers(ModelList))
+@router.get("/openai/v1/models", **answers(ModelList))
 async def list_models(service: Served) -> Response:
     """List the served model, once for each of its names."""
     cards = [model_card(service, name) for name in service.limits.models]
@@ -39,8 +40,8 @@ async def list_models(service: Served) -> Response:
     return json_response(reply)
 
 
-@router.get("/v1/models/{model:path}")
-@router.get("/openai/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", **answers(ModelCard, [404]))
+@router.get("/openai/v1/models/{model:path}", **answers(ModelCard, [404]))
 async def retrieve_model(service: Served, model: str) -> Response:
     """Return the served model's description under the name in the path, which must be one of its names."""
     check_model(model, service.limits)
@@ -91,7 +92,7 @@ async def steps(service: Served) -> Response:
 
 
 @router.get("/health/", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", **answers(Health, [503]))
 async def health(service: Served) -> Response:
     """Answer 200 unless the engine is dead or hung. A server that answers 503 should be started again."""
     service.require_health()
@@ -104,7 +105,7 @@ async def health(service: Served) -> Response:
     return json_response(reply)
 
 
-@router.get("/ready")
+@router.get("/ready", **answers(Ready, [503]))
 async def ready(service: Served) -> Response:
     """Answer 200 unless the server shuts down, or its engine is dead or hung.
 
@@ -117,7 +118,7 @@ async def ready(service: Served) -> Response:
     return json_response(reply)
 
 
-@router.get("/version")
+@router.get("/version", **answers(Version))
 async def version(service: Served) -> Response:
     """Return the versions, device and number types of this server."""
     engine = service.engine
@@ -134,7 +135,15 @@ async def version(service: Served) -> Response:
     return json_response(reply)
 
 
-@router.post("/reset_prefix_cache")
+#: A body without fields, which may be left out.
+_NO_FIELDS = {"type": "object", "additionalProperties": False}
+
+
+@router.post(
+    "/reset_prefix_cache",
+    **answers(CacheReset, [400, 408, 413, 503]),
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": _NO_FIELDS}}}},
+)
 async def reset_prefix_cache(request: Request, service: Served) -> Response:
     """Free the blocks that the prefix cache keeps and no request uses; a phase without that cache frees none.
 
@@ -163,7 +172,7 @@ async def metrics(request: Request) -> Response:
     return Response(page, headers={"Content-Type": content_type})
 
 
-@router.get("/telemetry")
+@router.get("/telemetry", **answers(TelemetrySnapshot, [400, 422]))
 async def telemetry(
     service: Served,
     since_step: int | None = Query(

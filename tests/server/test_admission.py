@@ -16,7 +16,7 @@ from common.constrained.grammar import Grammar
 from common.engine.engine import Engine
 from common.server.api import bodies, intake
 from common.server.api.bodies import Bodies
-from common.server.api.intake import Lane
+from common.server.api.lanes import Lane
 from common.server.errors import ApiError
 from tests.server.support import MODEL, HeldTokenizer, started
 from tests.support.engines import build, tiny_model, until

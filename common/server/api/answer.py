@@ -14,7 +14,7 @@ import orjson
 
 from common.hosting.async_engine import RequestStream, WakeUp
 from common.request import StepOutput, TokenLogprobs
-from common.server.api.intake import Lane
+from common.server.api.lanes import Lane
 from common.server.api.parts import Part, PartsReader, TextPart, new_reader
 from common.server.api.shapes import AnswerOrigin, Logprobs, StopReason, Usage
 from common.server.api.wanted import GenerationRequest, Shown

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
-from common.server.api.fields import review
-from common.server.errors import OVERLOADED, ApiError, from_exception, shorten, unavailable
+from common.server.api.fields import BODY, review
+from common.server.errors import OVERLOADED, ApiError, from_exception, refused, shorten, unavailable
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 
@@ -30,9 +30,6 @@ MAX_BODY_BYTES = 2 * 1024 * 1024
 #: microseconds for a list or an object.
 MAX_VALUES = 2**18
 MAX_CONTAINERS = 2**13
-
-# Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them.
-BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 #: Words of a body that refers to stored responses or their items.
 REFERENCES = (b"previous_response_id", b"item_reference")
@@ -205,6 +202,13 @@ class Body(BaseModel):
     def ignored(self) -> Mapping[str, str]:
         return self._ignored
 
+    def complete(self, request: Request) -> None:
+        """Fetch the stored items that the body of a request refers to. Most bodies refer to none.
+
+        Raises:
+            ApiError: there is no such item.
+        """
+
     def check(self, limits: Limits) -> None:
         """Refuse a well-formed body that cannot be served.
 
@@ -217,9 +221,9 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(
-    body: bytes, form: type[BodyT], limits: Limits, prepare: Callable[[BodyT], None] | None = None
+    body: bytes, form: type[BodyT], limits: Limits, complete: Callable[[BodyT], None] | None = None
 ) -> BodyT:
-    """Parse and check a request's body, and return it as a `form`. `prepare` is called with it before the check.
+    """Parse and check a request's body, and return it as a `form`. `complete` is called with it before the check.
 
     Raises:
         ApiError: 400, the body is not JSON, lacks a field, has a field of a wrong type, or an invalid `prompt`;
@@ -230,8 +234,8 @@ def parse(
     except ValidationError as error:
         raise _explain(error, body) from None
     review(parsed, parsed._ignored, strict=limits.strict_fields)
-    if prepare is not None:
-        prepare(parsed)
+    if complete is not None:
+        complete(parsed)
     parsed.check(limits)
     return parsed
 
@@ -272,11 +276,6 @@ def check_model(model: str | None, limits: Limits) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def refused(param: str, message: str, details: Mapping[str, object] | None = None) -> ApiError:
-    """Return the ApiError (422) for a value of the field `param` that cannot be served."""
-    return ApiError(422, f"{param}: {message}", param=param, code="invalid_value", details=details)
 
 
 def _explain(error: ValidationError, body: bytes) -> ApiError:

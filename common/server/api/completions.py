@@ -1,16 +1,73 @@
-"""The body of `POST /v1/completions`."""
+"""`POST /v1/completions`: continues prompts. The classes of OpenAI's streams, which chat writes, too.
+
+The named events of `/v1/completions` have OpenAI chunks as `data`, except `error`. There is no `[DONE]`: every
+`data` is a JSON object, and the stream ends with the HTTP response.
+
+```text
+event: token         one for each token of the answer
+data: {…}
+
+event: done          or error: one for each choice, its last
+data: {…}
+
+event: usage         only with stream_options.include_usage: all choices together
+data: {…}
+```
+
+OpenAI's own streams, which strict tools want, are unnamed chunks. A choice that fails ends with
+`data: {"error": {…}}`, which names the choice in `choices` if there are several.
+
+```text
+data: {… "delta": {"role": "assistant", "content": ""} …}      chat only: first of each choice
+data: {…}            one for each sampled token. In a chat with tools or thoughts, a token may have no chunk (its
+                     text comes with a later one) or several. A finish_reason is in a choice's last chunk
+data: {…}            only with stream_options.include_usage: no choices, and the usage of all choices together
+data: [DONE]
+```
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
+from fastapi import APIRouter
 from pydantic import BeforeValidator, Discriminator, Field, Tag
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 
-from common.server.api.answer_forms import Text
-from common.server.api.bodies import refused
-from common.server.api.wanted import GenerationRequest, Shown, TokenId, Whole, no_limit
+from common.request import FinishReason, StepOutput
+from common.server.api.answer import Answer, Choice, Prompt, WireFormat, is_first
+from common.server.api.fields import Text
+from common.server.api.logprobs import completion_logprobs, prompt_logprobs
+from common.server.api.shapes import (
+    AnswerTokens,
+    ChatCompletionChunk,
+    ChunkChoice,
+    Completion,
+    CompletionChunk,
+    CompletionEvent,
+    ErrorEvent,
+    OpenAIReason,
+    PlainCompletion,
+    PromptTokens,
+    ShownTokens,
+    Usage,
+    event,
+)
+from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, TokenId, Whole, no_limit
+from common.server.errors import from_exception, refused
+from common.server.openapi import OF_TEXT, answers, event_stream
+from common.server.routes import JsonRoute, generate
+from common.server.service import Served
 from common.text.dialect import Dialect
+
+router = APIRouter(route_class=JsonRoute)
+
+# ---------------------------------------------------------------------- the body
 
 #: The tag of a prompt that is a list, by the type of its first item.
 _LIST_FORMS: dict[type, str] = {
@@ -37,7 +94,7 @@ def _prompt_form(prompt: Any) -> str | None:
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
-Prompt = Annotated[
+GivenPrompt = Annotated[
     Annotated[Text, Tag("as text")]
     | Annotated[Tokens, Tag("as tokens")]
     | Annotated[Texts, Tag("as texts")]
@@ -58,7 +115,7 @@ class CompletionRequest(GenerationRequest):
     adds_special_tokens_by_default: ClassVar[bool] = True
     default_new_tokens: ClassVar[int | None] = 128
 
-    prompt: Prompt = Field(
+    prompt: GivenPrompt = Field(
         description="one prompt or several; special tokens are added to text, not to token ids"
     )
     max_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(no_limit)] = Field(
@@ -115,3 +172,277 @@ class CompletionRequest(GenerationRequest):
             raise refused("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
         if self.best_of is not None and self.best_of != self.choices_per_prompt:
             raise refused("best_of", "not implemented; send the value of n, or leave it out")
+
+
+# ---------------------------------------------------------------------- OpenAI's streams
+
+ChoiceT = TypeVar("ChoiceT")
+
+DONE = b"data: [DONE]\n\n"
+
+#: OpenAI's `finish_reason` for each finish reason of the engine.
+OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "stop",
+}
+
+
+class Chunks(WireFormat):
+    """Base class of the wire formats whose chunks may have a `usage` (token counts).
+
+    Args:
+        answer: the answer.
+        wanted: the answer's request, whose `stream_options` say which chunks have a usage.
+    """
+
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer)
+        options = wanted.stream_options or StreamOptions()
+        self.include_usage = bool(options.include_usage)
+        self.continuous_usage = bool(options.continuous_usage_stats)
+
+
+class PlainChunks(Chunks, Generic[ChoiceT]):
+    """Base class of OpenAI's own streams, for completions and for chat: unnamed chunks, then `[DONE]`."""
+
+    last = DONE
+
+    @abstractmethod
+    def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChoiceT]:
+        """Yield one choice object for each chunk that an output needs."""
+
+    @abstractmethod
+    def chunk(self, choices: list[ChoiceT]) -> CompletionChunk | ChatCompletionChunk:
+        """Return a chunk with these choice objects."""
+
+    @abstractmethod
+    def empty_choice(self, choice: Choice) -> Mapping[str, object]:
+        """Return a choice object without text."""
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        if output.error is not None:
+            return event(error_event(self.answer, output, self.empty_choice(choice)))
+        parts = list(self.choices(choice, output))
+        chunks = [self.chunk([part]) for part in parts]
+        if self.include_usage:  # then every chunk has the key, with null unless usage is continuous
+            for part, chunk in zip(parts, chunks, strict=True):
+                chunk["usage"] = self.usage(choice, part) if self.continuous_usage else None
+        return b"".join(map(event, chunks))
+
+    def usage(self, choice: Choice, part: ChoiceT) -> Usage:  # noqa: ARG002 - of chat, whose first has no token
+        """Return the token counts of a choice up to and including the choice object `part`."""
+        return choice.usage()
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return DONE
+        chunk = self.chunk([])
+        chunk["usage"] = self.answer.usage()
+        return event(chunk) + DONE
+
+
+# ---------------------------------------------------------------------- fields of all formats
+
+
+def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, object]) -> ErrorEvent:
+    """Return the `data` of the event that ends a choice which failed.
+
+    Args:
+        answer: the choice's answer.
+        output: the choice's last output.
+        empty_choice: the choice without text, which names the failed choice if the answer has several.
+    """
+    assert output.error is not None, "an output that finishes has a reason or an error"
+    data: ErrorEvent = {"error": from_exception(output.error).body()["error"]}
+    if len(answer.choices) > 1:
+        data["choices"] = [empty_choice]
+    return data
+
+
+def answer_tokens(answer: Answer, said: Sequence[StepOutput]) -> AnswerTokens:
+    """Return the field `token_ids` of a choice with these outputs; no field if the request did not ask for it."""
+    return {"token_ids": token_ids(said)} if answer.shown.token_ids else {}
+
+
+def token_ids(said: Sequence[StepOutput]) -> list[int]:
+    return [output.token_id for output in said if output.token_id is not None]
+
+
+def show_prompt(fields: PromptTokens, answer: Answer, prompt: Prompt) -> None:
+    """Add the token ids and log-probabilities of a prompt to an object, as far as the request asked for them."""
+    if answer.shown.token_ids:
+        fields["prompt_token_ids"] = list(prompt.token_ids)
+    if answer.shown.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, prompt, answer.shown.prompt_logprobs)
+
+
+def joined_text(said: Sequence[StepOutput]) -> str:
+    """Return the joined text of a choice's outputs."""
+    return "".join(output.text_delta for output in said)
+
+
+def engine_reason(said: Sequence[StepOutput]) -> FinishReason:
+    """Return the engine's finish reason of a choice that did not fail."""
+    reason = said[-1].finish_reason
+    assert reason is not None, "a choice that did not fail has a reason"
+    return reason
+
+
+# ---------------------------------------------------------------------- the answer
+
+
+class NamedCompletionEvents(Chunks):
+    """The wire format of `/v1/completions`, this server's own: events named `token`, `done`, `usage` or `error`.
+
+    The `data` of an event, except an error's, is an OpenAI chunk. `CompletionChunks` writes unnamed chunks.
+    """
+
+    last = b""
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        token = self._token(choice, output) if output.token_id is not None else b""
+        return token + self._terminal(choice, output) if output.finished else token
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return b""
+        data = self._chunk([])
+        data["usage"] = self.answer.usage()
+        return event(data, "usage")
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> Completion:
+        return {**completion(self.answer, said), "finish_reason": engine_reason(said[0])}
+
+    def _chunk(self, choices: list[ChunkChoice]) -> CompletionEvent:
+        answer = self.answer
+        return {"id": answer.id, "object": "text_completion", **answer.origin, "choices": choices}
+
+    def _token(self, choice: Choice, output: StepOutput) -> bytes:
+        data = self._chunk([chunk_choice(self.answer, choice, output)])
+        data["token"] = output.text_delta
+        data["token_id"] = output.token_id
+        if self.continuous_usage:
+            data["usage"] = choice.usage()
+        return event(data, "token")
+
+    def _terminal(self, choice: Choice, output: StepOutput) -> bytes:
+        if output.finish_reason is None:
+            return event(error_event(self.answer, output, empty_choice(choice)), "error")
+        # An answer without tokens has no token event, so this one has the prompt.
+        without_tokens = self.answer.shown.prompt_only
+        last = chunk_choice(self.answer, choice, output) if without_tokens else empty_choice(choice)
+        last["finish_reason"] = OPENAI_FINISH_REASONS[output.finish_reason]
+        data = self._chunk([{**last, **self.answer.stop_reason(choice)}])
+        data["finish_reason"] = output.finish_reason
+        data["usage"] = choice.usage()
+        return event(data, "done")
+
+
+class CompletionChunks(PlainChunks[ChunkChoice]):
+    """The wire format of `/openai/v1/completions`: a stream of OpenAI's unnamed chunks, or one JSON answer."""
+
+    def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChunkChoice]:
+        chunk = chunk_choice(self.answer, choice, output)
+        chunk["finish_reason"] = output.finish_reason and OPENAI_FINISH_REASONS[output.finish_reason]
+        yield {**chunk, **self.answer.stop_reason(choice)} if output.finished else chunk
+
+    def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
+        answer = self.answer
+        return {"id": answer.id, "object": "text_completion", **answer.origin, "choices": choices}
+
+    def empty_choice(self, choice: Choice) -> ChunkChoice:
+        return empty_choice(choice)
+
+    def whole(self, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
+        return completion(self.answer, said)
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
+    """Return OpenAI's JSON answer. `said` has, for each choice in order, the list of all its outputs."""
+    return {
+        "id": answer.id,
+        "object": "text_completion",
+        **answer.origin,
+        "choices": [
+            {
+                "index": choice.index,
+                "text": choice.prompt.echo + joined_text(outputs),
+                "logprobs": completion_logprobs(answer, choice, outputs),
+                "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
+                **answer.stop_reason(choice),
+                **shown_tokens(answer, choice, outputs),
+            }
+            for choice, outputs in zip(answer.choices, said, strict=True)
+        ],
+        "usage": answer.usage(),
+    }
+
+
+def empty_choice(choice: Choice) -> ChunkChoice:
+    """Return a choice object without text."""
+    return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
+
+
+def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkChoice:
+    """Return the choice object of a stream's chunk for one output, with `finish_reason` None."""
+    if answer.text_only:
+        return {"index": choice.index, "text": output.text_delta, "logprobs": None, "finish_reason": None}
+    echo = choice.prompt.echo if is_first(output) else ""
+    return {
+        "index": choice.index,
+        "text": echo + output.text_delta,
+        "logprobs": completion_logprobs(answer, choice, [output]),
+        "finish_reason": None,
+        **shown_tokens(answer, choice, [output]),
+    }
+
+
+def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ShownTokens:
+    """Return vLLM's fields about tokens, as far as the request asked for them.
+
+    `token_ids` has the tokens of these outputs. If they begin with the choice's first output, there are also
+    `prompt_token_ids` and `prompt_logprobs`.
+    """
+    fields: ShownTokens = {}
+    if answer.shown.token_ids:
+        fields["token_ids"] = token_ids(said)
+    if said and is_first(said[0]):
+        show_prompt(fields, answer, choice.prompt)
+    return fields
+
+
+# ---------------------------------------------------------------------- the routes
+
+
+@router.post(
+    "/v1/completions",
+    **answers(Completion, OF_TEXT, events=event_stream(CompletionEvent, ("token", "done", "error", "usage"))),
+)
+async def create_completion(request: Request, service: Served, wanted: CompletionRequest) -> Response:
+    """Complete one prompt or several, as JSON or as an event stream."""
+    if wanted.stream is None:
+        wanted.stream = not _asks_for_json(request.headers)
+    return await generate(request, service, wanted, NamedCompletionEvents, "cmpl-")
+
+
+def _asks_for_json(headers: Headers) -> bool:
+    """Return whether `Accept` names JSON and no event stream.
+
+    OpenAI's clients always send `stream` when they stream, and accept JSON when they do not.
+    """
+    accepted = {part.partition(";")[0].strip().lower() for part in headers.get("accept", "").split(",")}
+    return "application/json" in accepted and "text/event-stream" not in accepted
+
+
+@router.post(
+    "/openai/v1/completions",
+    **answers(PlainCompletion, OF_TEXT, events=event_stream(CompletionChunk), strict=True),
+)
+async def create_strict_completion(request: Request, service: Served, wanted: CompletionRequest) -> Response:
+    """Complete prompts exactly as OpenAI does: JSON or, if asked to, unnamed chunks; with OpenAI's statuses."""
+    return await generate(request, service, wanted, CompletionChunks, "cmpl-")

@@ -7,15 +7,10 @@ body ──> validated ──> grammar compiled ──> places in the queue ─�
          32 requests   8 requests
          400, 422,     422, 503             503                    400, 422
          413, 503
-
-/tokenize, /detokenize ──> 1 thread, 16 requests
 ```
 
-Every kind of work that a request causes outside of the engine's steps is bounded (`Admission`). Each kind has a
-*lane*: a few threads of its own and, unless the requests are bounded elsewhere, a bound on those that wait. Slow
-work of one kind delays requests of that kind only. A request that finds its lane full is refused at once (503
-with the name of the lane and `Retry-After`). If a client leaves while its request waits in a lane, the request is
-dropped.
+The steps outside of the event loop each have a lane (`lanes`), which bounds their work. The routes that count or
+convert tokens have one, too: 1 thread, 16 requests.
 
 Requests for text hold places in the engine's queue (`EngineWorker.hold_places`) while they are tokenized. They hold
 none while their body is validated or a slow grammar compiled: a place is for a request that will soon be computed.
@@ -27,13 +22,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+
+from starlette.requests import Request
 
 from common.constrained.grammar import Grammar, Matcher
 from common.engine.requests import EngineFront
@@ -42,11 +34,9 @@ from common.hosting.async_engine import EngineWorker, RequestStream
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.api.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
-from common.server.api.chat import ConversationRequest
-from common.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from common.server.api.lanes import Admission
+from common.server.api.stream import while_connected
 from common.server.api.wanted import GenerationRequest
-from common.server.errors import OVERLOADED, unavailable
-from common.text.chat_template import BREAK
 from common.text.dialect import Dialect
 
 #: If the matchers for all choices of a request are expected to take at most this many seconds of processor time,
@@ -64,12 +54,6 @@ MAX_LENGTHS = 8
 #: A predicted text (OpenAI's `prediction`) is cut to this many characters for each token that a request can have,
 #: before it is tokenized.
 CHARACTERS_A_TOKEN = 8
-
-T = TypeVar("T")
-
-#: Niceness of threads that no running stream waits for. On a core that the engine uses, too, they get a tenth of
-#: the time. They get all of an idle core.
-NICENESS = 10
 
 
 class Intake:
@@ -89,28 +73,31 @@ class Intake:
         self._limits = limits
         self._dialect = dialect
 
-    async def parse(
-        self, body: bytes, form: type[BodyT], prepare: Callable[[BodyT], None] | None = None
-    ) -> BodyT:
-        """Validate a request's body, and return it as a `form`. `prepare` is called with it before it is checked.
+    async def parse(self, request: Request, body: bytes, form: type[BodyT]) -> BodyT:
+        """Validate the body of a request, and return it as a `form`.
 
         A large body is validated in a thread, so that the event loop goes on. So is one that refers to stored
         items, which may be many.
 
         Raises:
             ApiError: as `bodies.parse`; 413, it has too many values; 503, too many large bodies wait.
+            ClientDisconnect: the client left while a thread validated the body.
         """
-        refers = prepare is not None and any(word in body for word in REFERENCES)
+
+        def complete(wanted: BodyT) -> None:
+            wanted.complete(request)
+
+        refers = any(word in body for word in REFERENCES)
         containers = body.count(b"{") + body.count(b"[")
         is_small = len(body) <= self._admission.LARGE_BODY_BYTES
         if is_small and containers <= self._admission.MANY_CONTAINERS and not refers:
-            return parse(body, form, self._limits, prepare)
+            return parse(body, form, self._limits, complete)
 
         def validate() -> BodyT:
             refuse_too_many_values(body)
-            return parse(body, form, self._limits, prepare)
+            return parse(body, form, self._limits, complete)
 
-        return await self._admission.validating.run(validate)
+        return await while_connected(request.receive, self._admission.validating.run(validate))
 
     async def submit(
         self, wanted: GenerationRequest, answer_id: str, arrived_s: float
@@ -193,59 +180,37 @@ class Intake:
 
         return await self._admission.compiling.run(compile_all)
 
-    async def tokenize(self, wanted: TokenizeRequest) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of the text or conversation in a body of `/tokenize`, and each token's spelling.
-
-        The spellings, as in the vocabulary, are None unless the body asks for them.
+    async def count(self, wanted: GenerationRequest) -> int:
+        """Return the number of tokens of a request's only prompt.
 
         Raises:
             ApiError: 503, the lane `converting` is full.
-            InvalidRequestError: the model has no chat template, or its template refuses the conversation, or the
-                text is too long (`MAX_LENGTHS`).
+            InvalidRequestError: the conversation cannot be rendered, or the text is too long (`MAX_LENGTHS`).
+        """
+
+        def count() -> int:
+            (text,) = wanted.prompts(self._dialect)
+            assert isinstance(text, str), "a conversation becomes text"
+            return len(self.encode(text, add_special_tokens=wanted.adds_special_tokens))
+
+        return await self._admission.converting.run(count)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text that may have more tokens than a request. Any thread may call this.
+
+        Raises:
+            InvalidRequestError: the text surely has over `MAX_LENGTHS` times the longest request's tokens. Nothing
+                was tokenized.
         """
         tokenizer = self._engine.tokenizer
-
-        def convert() -> tuple[list[int], list[str] | None]:
-            text = wanted.text(self._dialect)
-            self._check_least_length(text, "at most {limit} are tokenized in one request")
-            tokens = tokenizer.encode(text, add_special_tokens=wanted.adds_special_tokens)
-            return tokens, [tokenizer.spelled(i) for i in tokens] if wanted.return_token_strs else None
-
-        return await self._admission.converting.run(convert)
-
-    async def count(self, wanted: ConversationRequest) -> int:
-        """Return the number of tokens of the prompt that a conversation becomes.
-
-        Raises:
-            ApiError, InvalidRequestError: as `tokenize`.
-        """
-
-        def convert() -> int:
-            (text,) = wanted.prompts(self._dialect)
-            self._check_least_length(text, "at most {limit} are tokenized in one request")
-            tokenizer = self._engine.tokenizer
-            return len(tokenizer.encode(text, add_special_tokens=wanted.adds_special_tokens))
-
-        return await self._admission.converting.run(convert)
-
-    async def detokenize(self, wanted: DetokenizeRequest) -> str:
-        """Return the text of the token ids in a body of `/detokenize`, special tokens included.
-
-        Raises:
-            ApiError: 503, the lane `converting` is full.
-        """
-        decode = functools.partial(self._engine.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
-        return await self._admission.converting.run(decode)
-
-    async def render(self, wanted: ConversationRequest) -> str:
-        """Return the prompt that a conversation becomes.
-
-        Raises:
-            ApiError: 503, the lane `converting` is full.
-            InvalidRequestError: as `ConversationRequest.render`.
-        """
-        (text,) = await self._admission.converting.run(functools.partial(wanted.prompts, self._dialect))
-        return text.replace(BREAK, "")
+        at_least = tokenizer.min_tokens(text)
+        limit = MAX_LENGTHS * self._engine.max_request_tokens
+        if at_least > limit:
+            raise InvalidRequestError(
+                f"the text has at least {at_least} tokens; at most {limit} are tokenized in one request",
+                param="prompt",
+            )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     # ------------------------------------------------------------------ in a thread
 
@@ -312,25 +277,10 @@ class Intake:
         if not isinstance(prompt, str):
             return wanted.truncated(prompt, self._engine.max_request_tokens)
         if wanted.kept_prompt_tokens is not None:
-            self._check_least_length(prompt, "at most {limit} are cut")
-            tokenizer = self._engine.tokenizer
-            token_ids = tokenizer.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
+            token_ids = self.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
             return wanted.truncated(token_ids, self._engine.max_request_tokens)
         at_least = 1 if wanted.cuts_max_tokens else wanted.max_new_tokens or 1
         return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
-
-    def _check_least_length(self, text: str, rule: str) -> None:
-        """Raise InvalidRequestError if a text surely has over `MAX_LENGTHS` times the longest request's tokens.
-
-        This bounds the tokenizer's work. `Engine.create_request` checks later whether a prompt fits. `rule` goes
-        into the message, with `{limit}` for the limit in tokens.
-        """
-        at_least = self._engine.tokenizer.min_tokens(text)
-        limit = MAX_LENGTHS * self._engine.max_request_tokens
-        if at_least > limit:
-            raise InvalidRequestError(
-                f"the text has at least {at_least} tokens; {rule.format(limit=limit)}", param="prompt"
-            )
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
         """Return the most new tokens of a choice: the requested number, which some bodies cut to those that fit
@@ -371,97 +321,3 @@ def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
             "Send fewer prompts, a lower n or fewer top ones",
             param="prompt_logprobs",
         )
-
-
-class Admission:
-    """Bounds the work that requests cause outside of the engine's steps.
-
-    Each kind of work has a lane (`Lane`): a few threads and, unless the work is bounded elsewhere, a bound on the
-    requests that wait for them.
-
-    Attributes:
-        validating: bodies over `LARGE_BODY_BYTES`, or with more than `MANY_CONTAINERS` lists and objects; others
-            are validated on the event loop.
-        compiling: grammars that are not known to compile quickly.
-        tokenizing: prompts. The places in the engine's queue bound their number.
-        converting: texts and token ids of `/tokenize` and `/detokenize`.
-        encoding: answers too large for the event loop. The connections bound their number.
-    """
-
-    #: Validating a body of this size takes about a millisecond.
-    LARGE_BODY_BYTES = 64 * 1024
-
-    #: Validating a message takes about ten microseconds.
-    MANY_CONTAINERS = 256
-
-    def __init__(self) -> None:
-        self.validating = Lane("validating", threads=1, limit=32)
-        self.compiling = Lane("compiling", threads=1, limit=8, retry_after_s=2, niceness=NICENESS)
-        # With one thread, a prompt of two megabytes would delay every short one for a second. With more than two,
-        # such prompts would take the cores that the engine computes on.
-        self.tokenizing = Lane("tokenizing", threads=2, limit=None)
-        self.converting = Lane("converting", threads=1, limit=16, niceness=NICENESS)
-        self.encoding = Lane("encoding", threads=1, limit=None)
-
-
-class Lane:
-    """Threads for one kind of work, and a bound on the requests whose work runs or waits there.
-
-    Args:
-        name: the work, as a participle such as `tokenizing`. The error of a full lane then has the code
-            `tokenizing_busy`.
-        threads: number of requests that are worked on at the same time.
-        limit: most requests whose work may run or wait; None if their number is bounded elsewhere.
-        retry_after_s: `Retry-After` of the error of a full lane, in seconds.
-        niceness: niceness of its threads, as in `nice(1)`; on Linux only.
-
-    Attributes:
-        jobs: number of requests whose work runs or waits. Work that runs on after its client has left counts, too.
-    """
-
-    def __init__(
-        self, name: str, *, threads: int, limit: int | None, retry_after_s: int = 1, niceness: int = 0
-    ) -> None:
-        self.name = name
-        self._limit = limit
-        self._retry_after_s = retry_after_s
-        self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix=name, initializer=_stand_back, initargs=(niceness,)
-        )
-        self._lock = threading.Lock()
-        self.jobs = 0
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in one of the lane's threads and return its result.
-
-        If the caller is cancelled, work that has not begun is dropped; work that has begun goes on, since a thread
-        cannot be interrupted.
-
-        Raises:
-            ApiError: 503, the lane is full.
-        """
-        with self._lock:
-            if self._limit is not None and self.jobs >= self._limit:
-                raise unavailable(
-                    f"{self._limit} requests are {self.name} or wait for it, the most this server allows; "
-                    "try again shortly",
-                    code=f"{self.name}_busy",
-                    retry_after_s=self._retry_after_s,
-                    type=OVERLOADED,
-                )
-            self.jobs += 1
-        job = self._threads.submit(work)
-        job.add_done_callback(self._end_job)
-        return await asyncio.wrap_future(job)
-
-    def _end_job(self, _: Future[Any]) -> None:
-        with self._lock:
-            self.jobs -= 1
-
-
-def _stand_back(niceness: int) -> None:
-    """Add `niceness` to this thread's niceness, on Linux only: elsewhere this would slow the whole process."""
-    if sys.platform == "linux" and niceness > 0:
-        thread = threading.get_native_id()
-        own = os.getpriority(os.PRIO_PROCESS, thread)  # of the server, which may run under `nice`
-        os.setpriority(os.PRIO_PROCESS, thread, min(own + niceness, 19))

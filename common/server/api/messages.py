@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 
 import orjson
 from fastapi import APIRouter
@@ -41,13 +41,12 @@ from typing_extensions import TypedDict
 
 from common.constrained.grammar import Grammar
 from common.request import StepOutput
-from common.server.api import chat_messages as chat
+from common.server.api import conversation as chat
 from common.server.api.answer import Answer, Choice, WireFormat
-from common.server.api.bodies import BODY, refused
-from common.server.api.chat import EFFORT, ConversationRequest, ReasoningEffort
-from common.server.api.fields import by_type, note
+from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
+from common.server.api.fields import BODY, by_type, note
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
-from common.server.api.shapes import ErrorDetail, event, json_response
+from common.server.api.shapes import ErrorDetail, MessagesError, event, json_response
 from common.server.api.stream import while_connected
 from common.server.api.tools import (
     CalledFunction,
@@ -59,11 +58,12 @@ from common.server.api.tools import (
     by_kind,
 )
 from common.server.api.wanted import StopString
-from common.server.errors import from_exception
-from common.server.routes import Route, generate, read_body, streams_if_asked_to
+from common.server.errors import from_exception, refused
+from common.server.openapi import OF_BODIES, OF_TEXT, answers, event_stream
+from common.server.routes import JsonRoute, generate
 from common.server.service import Served
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 #: How Claude Code's first block of `system` begins. Its text differs in each request, so no prefix would be cached.
 BILLING = "x-anthropic-billing-header"
@@ -605,18 +605,17 @@ def _input_of(text: str) -> orjson.Fragment:
 
 # ---------------------------------------------------------------------- the routes
 
-MESSAGES = Route(MessagesRequest, MessageEvents, streams_if_asked_to, "msg_")
+_EVENTS = event_stream(MessageEvent, get_args(EventType))
 
 
-@router.post("/v1/messages")
-async def create_message(request: Request) -> Response:
+@router.post("/v1/messages", **answers(Message, OF_TEXT, events=_EVENTS, strict=True, error=MessagesError))
+async def create_message(request: Request, service: Served, wanted: MessagesRequest) -> Response:
     """Answer a conversation in Anthropic's form, as one message or, if asked to, as an event stream."""
-    return await generate(request, MESSAGES)
+    return await generate(request, service, wanted, MessageEvents, "msg_")
 
 
-@router.post("/v1/messages/count_tokens")
-async def count_tokens(request: Request, service: Served) -> Response:
+@router.post("/v1/messages/count_tokens", **answers(TokenCount, OF_BODIES, strict=True, error=MessagesError))
+async def count_tokens(request: Request, service: Served, wanted: MessagesRequest) -> Response:
     """Return the number of tokens of the prompt that a body of `/v1/messages` becomes."""
-    wanted = await read_body(request, service, MessagesRequest)
     reply: TokenCount = {"input_tokens": await while_connected(request.receive, service.intake.count(wanted))}
     return json_response(reply)

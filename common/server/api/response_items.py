@@ -32,11 +32,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import orjson
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
-from common.server.api.bodies import BODY, refused
-from common.server.api.chat_messages import ChatMessage, Label, message
-from common.server.api.fields import by_type
+from common.server.api.conversation import ChatMessage, Label, message
+from common.server.api.fields import BODY, by_type
 from common.server.api.tools import CalledFunction, ToolCall
-from common.server.errors import ApiError, shorten
+from common.server.errors import ApiError, refused, shorten
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -29,6 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 import orjson
 from pydantic import BaseModel, Field, PrivateAttr, Tag
 from pydantic_core import to_json
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from common.constrained.grammar import Grammar
@@ -36,10 +37,17 @@ from common.constrained.schemas import size
 from common.constrained.tool_calls import Function
 from common.request import StepOutput
 from common.server.api.answer import Answer, Choice, WireFormat
-from common.server.api.answer_forms import naming
-from common.server.api.bodies import BODY, MAX_BODY_BYTES, refused, too_large
-from common.server.api.chat import EFFORT, VERBOSITY, ConversationRequest, ReasoningEffort
-from common.server.api.chat_messages import ChatMessage, message, refuse_long
+from common.server.api.bodies import MAX_BODY_BYTES, too_large
+from common.server.api.conversation import (
+    EFFORT,
+    VERBOSITY,
+    ChatMessage,
+    ConversationRequest,
+    ReasoningEffort,
+    message,
+    refuse_long,
+)
+from common.server.api.fields import BODY, naming
 from common.server.api.logprobs import response_logprobs
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
 from common.server.api.response_items import (
@@ -57,6 +65,7 @@ from common.server.api.response_items import (
     check_items,
     flat_name,
     messages_of,
+    owner_of,
 )
 from common.server.api.shapes import ChatTokenLogprobs, ErrorDetail, event
 from common.server.api.tools import (
@@ -71,7 +80,7 @@ from common.server.api.tools import (
     log_once,
 )
 from common.server.api.wanted import NewTokens, Whole
-from common.server.errors import from_exception, shorten
+from common.server.errors import from_exception, refused, shorten
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
@@ -267,6 +276,9 @@ class ResponsesRequest(ConversationRequest):
     # The stored items that the input continues, and what stores the response.
     _earlier: list[Any] = PrivateAttr(default_factory=list)
     _keep: Callable[[ResponseObject], None] | None = PrivateAttr(default=None)
+
+    def complete(self, request: Request) -> None:
+        self.recall(request.app.state.server.stored, owner_of(request.headers))
 
     def recall(self, store: ResponseStore, owner: bytes) -> None:
         """Fetch the stored items that the request refers to, and note where its response is to be stored.

@@ -1,16 +1,26 @@
-"""The bodies of `POST /tokenize` and `POST /detokenize`."""
+"""`POST /tokenize` and `POST /detokenize`."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from fastapi import APIRouter
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
 
-from common.server.api.bodies import Body, Limits, check_model, refused
-from common.server.api.chat import TemplateOptions
-from common.server.api.chat_messages import Messages
+from common.server.api.bodies import Body, Limits, check_model
+from common.server.api.conversation import Messages, TemplateOptions
+from common.server.api.shapes import Text, Tokens, json_response
+from common.server.api.stream import while_connected
 from common.server.api.wanted import TokenId
+from common.server.errors import refused
+from common.server.openapi import OF_BODIES, answers
+from common.server.routes import JsonRoute
+from common.server.service import Served
 from common.text.dialect import Dialect
+
+router = APIRouter(route_class=JsonRoute)
 
 
 class TokenizeRequest(Body, TemplateOptions):
@@ -62,3 +72,33 @@ class DetokenizeRequest(Body):
         unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
         if unknown is not None:
             raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")
+
+
+@router.post("/tokenize", **answers(Tokens, OF_BODIES))
+async def tokenize(request: Request, service: Served, wanted: TokenizeRequest) -> Response:
+    """Return the token ids of a text, or of a conversation as chat renders it."""
+
+    def convert() -> Tokens:
+        text = wanted.text(service.dialect)
+        tokens = service.intake.encode(text, add_special_tokens=wanted.adds_special_tokens)
+        spelled = service.engine.tokenizer.spelled
+        return {
+            "count": len(tokens),
+            "max_model_len": service.engine.max_seq_len,
+            "tokens": tokens,
+            "token_strs": [spelled(token) for token in tokens] if wanted.return_token_strs else None,
+        }
+
+    work = service.admission.converting.run(convert)
+    return json_response(await while_connected(request.receive, work))
+
+
+@router.post("/detokenize", **answers(Text, OF_BODIES))
+async def detokenize(request: Request, service: Served, wanted: DetokenizeRequest) -> Response:
+    """Return the text of token ids, special tokens included."""
+
+    def convert() -> Text:
+        return {"prompt": service.engine.tokenizer.decode(wanted.tokens, skip_special_tokens=False)}
+
+    work = service.admission.converting.run(convert)
+    return json_response(await while_connected(request.receive, work))

@@ -15,7 +15,8 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function, ToolUse, call_for_template
 from common.errors import InvalidGrammarError
-from common.server.api.bodies import BODY, refused
+from common.server.api.fields import BODY
+from common.server.errors import refused
 
 logger = logging.getLogger(__name__)
 

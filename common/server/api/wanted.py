@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, Field, Tag
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import ToolUse
 from common.request import SamplingParams
-from common.server.api.answer_forms import ResponseFormat, StructuredOutputs
-from common.server.api.bodies import BODY, Body, Limits, check_model, refused
-from common.server.api.fields import by_type
+from common.server.api.bodies import Body, Limits, check_model
+from common.server.api.fields import BODY, ResponseFormat, StructuredOutputs, by_type
+from common.server.errors import refused
 from common.text.dialect import Dialect
 
 
