@@ -45,15 +45,6 @@ def test_serve_is_the_phases_own_command(name: str, capsys: pytest.CaptureFixtur
     assert said.split()[4:] == own.split()[4:]
 
 
-def test_wrong_options_are_what_they_are_without_infer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "static", "--dtype", "int3"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --dtype")
-    assert main(["compare", "--phases", "99"]) == 2
-    assert "'99' is no phase; there are phase4_static" in capsys.readouterr().err.replace("\n", " ")
-
-
 def test_phases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["phases"]) == 0
     for line, name in zip(capsys.readouterr().out.splitlines(), phase_names(), strict=True):

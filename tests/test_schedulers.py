@@ -122,15 +122,6 @@ def test_the_lowest_priority_goes_first_and_then_the_earliest(ranked: Bench) -> 
     assert order == ["r4", "r3", "r6", "r2", "r5"]
 
 
-def test_a_running_request_does_not_give_way_to_one_that_arrives(ranked: Bench) -> None:
-    ranked.add(3, 3, priority=9)
-    ranked.begin()
-    ranked.add(3, priority=-9)
-    for _ in range(4):
-        ranked.step()
-    assert (ranked.active, ranked.waiting) == (["r0", "r1"], ["r2"])
-
-
 def test_a_preempted_request_goes_before_all_others(ranked: Bench) -> None:
     preempted, *_ = ranked.add(3, 3, priority=7)
     ranked.begin()

@@ -57,12 +57,3 @@ def test_a_client_program_has_types(python: Path, tmp_path: Path) -> None:
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
     assert 'expression has type "str", variable has type "int"' in said
     assert "Found 1 error in 1 file" in said, said
-
-
-@pytest.mark.slow
-def test_every_package_says_that_it_has_types(python: Path) -> None:
-    (site,) = python.parents[1].glob("lib/python*/site-packages")
-    (info,) = site.glob("*.dist-info")
-    names = (info / "top_level.txt").read_text().split()
-    assert "common" in names
-    assert [name for name in names if not (site / name / "py.typed").is_file()] == []

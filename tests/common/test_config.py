@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,33 +134,6 @@ def test_auto_dtype_on_a_cpu(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     assert resolve_dtype("auto", checkpoint, CPU) == expected
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "capability", "expected"),
-    [
-        (BF16, (9, 0), BF16),
-        (BF16, (8, 0), BF16),
-        (BF16, (7, 5), FP32),  # torch would emulate bfloat16
-        (BF16, (7, 0), FP32),
-        (FP16, (7, 0), FP16),
-        (FP32, (9, 0), FP32),
-    ],
-)
-def test_auto_dtype_on_a_gpu(
-    checkpoint: torch.dtype,
-    capability: tuple[int, int],
-    expected: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    major, minor = capability
-    card = SimpleNamespace(major=major, minor=minor)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
-    assert resolve_dtype("auto", checkpoint, torch.device("cuda")) == expected
 
 
 # ---------------------------------------------------------------------- memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from common.constrained.grammar import Grammar, Matcher
 from common.engine.engine import Engine
-from common.errors import GrammarFailedError, InvalidGrammarError
+from common.errors import GrammarFailedError
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import (
     EOS,
@@ -21,12 +20,10 @@ from tests.support.engines import (
     add,
     assert_all_free,
     build_constrained,
-    continuation,
     end_of,
     greedy,
     run,
     text_of,
-    tokens_of,
 )
 from tests.support.grammars import slowed
 
@@ -112,26 +109,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
     assert [text_of(outputs, request) for request in requests] == [expected] * 4
 
 
-def test_logprobs_are_the_models_own(phase: str) -> None:
-    engine = build_constrained(phase, RememberingModel(rule=likes(X, A)))
-    request = add(engine, "ask", greedy(2, grammar=Grammar.regex("aa"), logprobs=1))
-    for output in run(engine):
-        assert output.logprobs is not None
-        assert output.logprobs.top[0][0] == X
-        assert output.logprobs.logprob == pytest.approx(-1.0 - math.log(1 + math.exp(-1)), abs=1e-3)
-        assert output.request_id == request.request_id
-
-
 # ---------------------------------------------------------------------- failures
-
-
-def test_a_refused_grammar_leaves_nothing_behind(phase: str) -> None:
-    engine = build_constrained(phase)
-    with pytest.raises(InvalidGrammarError, match="unclosed"):
-        engine.create_request("ask", greedy(4, grammar=Grammar.regex("[a")))
-    request = add(engine, "next", greedy(5))
-    assert tokens_of(run(engine), request) == continuation(b"next", 5)
-    assert_all_free(engine)
 
 
 @pytest.mark.parametrize("error", [GrammarFailedError("too much"), RuntimeError("broken")], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -41,14 +40,6 @@ def test_every_number_of_seats_has_graphs_for_each_of_its_batches() -> None:
         assert graphs.captured_rows == sizes[::-1], "no batch is captured while clients wait"
 
 
-@pytest.mark.parametrize("seats", [MOST_ROWS, 1000])
-def test_wider_batches_than_the_largest_graph_are_called(seats: int) -> None:
-    assert graph_sizes(seats)[-1] == MOST_ROWS
-    graphs = StandIns(graph_sizes(seats))
-    assert_doubled(graphs, MOST_ROWS + 1, start=0)
-    assert graphs.captured_rows == []
-
-
 def test_graphs_write_to_one_buffer() -> None:
     """Graphs of all sizes write their results to the same buffer, so the next replay overwrites them."""
     graphs = StandIns([2, 4])
@@ -74,11 +65,3 @@ def test_a_failed_capture_disables_its_size_alone() -> None:
     assert_doubled(graphs, 3, start=0)
     assert not graphs.failed
     assert graphs.captured_rows == [2, 4, 8, 4]
-
-
-def test_where_the_largest_fails_its_batches_are_called() -> None:
-    graphs = StandIns([2, 4], fails=lambda rows: rows == 4)
-    for start in range(3):
-        assert_doubled(graphs, 3, start)
-    assert graphs.captured_rows == [4]
-    assert graphs.size_for("double", 3) is None

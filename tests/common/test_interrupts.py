@@ -218,17 +218,3 @@ def test_what_was_computed_is_failed_and_what_waits_is_served(phase: str, name: 
         assert tokens == continuation(each.prompt_token_ids, 4)[: len(tokens)]
     assert tokens_of(outputs, requests[2]) == continuation(requests[2].prompt_token_ids, 4)
     assert_all_free(engine)
-
-
-def test_abort_all_abandons_what_is_in_flight() -> None:
-    engine = build("pipelined", prefill_chunk_size=2)
-    requests = [add(engine, [i, 1, 2, 3, 4], greedy(9)) for i in range(3)]
-    outputs = engine.step() + engine.step()
-    assert engine.runner.in_flight
-    outputs += engine.abort_all(RuntimeError("over"))
-    assert not engine.runner.in_flight
-    assert all(str(end_of(outputs, each).error) == "over" for each in requests)
-    engine.step()
-    assert_all_free(engine)
-    again = add(engine, [0, 1, 2, 3, 4], greedy(9))
-    assert tokens_of(run(engine), again) == continuation(again.prompt_token_ids, 9)

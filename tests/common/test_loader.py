@@ -23,7 +23,6 @@ from tests.support.models import (
     ARCHITECTURES,
     draw_ids,
     load,
-    read_config,
     refusal_of,
     save_tiny,
     solo_logits,
@@ -222,26 +221,6 @@ def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
     message = refusal(llama)
     assert pickle in message
     assert "safetensors" in message
-
-
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ({"num_hidden_layers": 4}, "missing: model.layers.3."),
-        ({"num_hidden_layers": 2}, "unexpected: model.layers.2."),
-        (
-            {"hidden_size": 48},
-            "wrong shape: model.embed_tokens.weight is [97, 42], config.json makes it [97, 48]",
-        ),
-        ({"num_key_value_heads": 3}, "k_proj.weight is [32, 42], config.json makes it [48, 42]"),
-        ({"attention_bias": True}, "missing: model.layers.0.self_attn.k_proj.bias"),
-        ({"model_type": "qwen3"}, "missing: model.layers.0.self_attn.k_norm.weight"),
-    ],
-    ids=str,
-)
-def test_a_config_that_contradicts_the_tensors(entry: dict[str, Any], says: str, llama: Path) -> None:
-    write_config(llama, read_config(llama) | entry)
-    assert says in refusal(llama)
 
 
 # ---------------------------------------------------------------------- memory

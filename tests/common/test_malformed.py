@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from common.models.registry import default_params, load_model, open_checkpoint
-from tests.support.gguf_files import save_gguf
 from tests.support.models import CPU, refusal_of, save_tiny, zoo
 
 #: The tokenizers library panics: it cuts a prefix off that is longer than the merged token.
@@ -131,50 +129,3 @@ def test_bytes_of_a_folders_files(folder: Path, name: str, content: bytes) -> No
 def test_chat_templates(folder: Path, source: str) -> None:
     (folder / "chat_template.jinja").write_text(source, errors="surrogateescape")
     check_refusal(folder, "the chat template")
-
-
-def typed(key: str, value: Any) -> Callable[..., object]:
-    """Return a change of a GGUF file: write a metadata entry."""
-
-    def change(writer: Any, tensors: object) -> None:
-        for part in writer.kv_data:
-            part.pop(key, None)
-        add = {
-            str: writer.add_string,
-            bool: writer.add_bool,
-            int: writer.add_uint64,
-            float: writer.add_float64,
-        }
-        add.get(type(value), writer.add_array)(key, value)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("general.architecture", [1, 2], "the architecture '[1, 2]' is not implemented"),
-        ("general.alignment", "x", "its alignment is 'x'"),
-        ("general.alignment", 2**63, "bytes after the file"),
-        ("llama.block_count", 2**63, "block_count is 9223372036854775808"),
-        ("llama.embedding_length", "x", "llama.embedding_length must be a positive integer"),
-        ("llama.context_length", 2**63, "max_position_embeddings must be at most"),
-        ("llama.rope.freq_base", "x", "rope_theta must be a positive number"),
-        ("llama.rope.scaling.factor", "x", "rope.scaling.factor must be a number"),
-        ("llama.attention.layer_norm_rms_epsilon", [1.0], "rms_norm_eps must be a positive number"),
-        ("llama.attention.sliding_window", "x", "sliding_window must be a positive integer"),
-        ("tokenizer.ggml.tokens", 5, "its tokens are not a list of texts"),
-        ("tokenizer.ggml.tokens", ["a" * 5000] * 97, "its tokens do not fit their types, or repeat"),
-        ("tokenizer.ggml.token_type", "x", "its tokens do not fit their types, or repeat"),
-        ("tokenizer.ggml.model", [1], "tokenizer.ggml.model [1] is not implemented"),
-        ("tokenizer.ggml.eos_token_id", "x", "eos_token_id = 'x' is none of its"),
-        ("tokenizer.chat_template", 5, "tokenizer.chat_template must be a text, not 5"),
-        ("tokenizer.chat_template", "{{", "the chat template cannot be read"),
-        ("split.count", "x", "split into 'x' parts"),
-    ],
-    ids=lambda value: f"{value!r:.60}",
-)
-def test_entries_of_a_gguf_file(key: str, value: Any, words: str, tmp_path: Path) -> None:
-    source = save_tiny(tmp_path / "source", "llama")
-    check_refusal(save_gguf(source, tmp_path / "bad.gguf", change=typed(key, value)), words)
-    serve(save_gguf(source, tmp_path / "good.gguf"))

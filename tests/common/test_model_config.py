@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from common.models.config import (
     LayerConfig,
-    LinearScaling,
     RopeConfig,
     token_id_set,
 )
@@ -110,23 +108,6 @@ def test_gemma_alternates_windows_and_bases() -> None:
     assert config.layers == (((local,) * 5 + (everything,)) * 5)[:26]
     assert config.attention_scale == pytest.approx(0.1)
     assert config.activation == "gelu_tanh"
-
-
-def test_of_a_multimodal_gemma_the_language_model_is_read() -> None:
-    published = PUBLISHED["gemma-3-4b"]
-    config = parse_config(published)
-    assert config.architecture == "gemma3_text"
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (34, 8, 4, 256)
-    assert (config.hidden_size, config.vocab_size, config.tie_word_embeddings) == (2560, 262_208, True)
-    assert (config.dtype, config.eos_token_ids) == (torch.bfloat16, {1, 106})
-    assert {layer.window: layer.rope for layer in config.layers} == {
-        1024: RopeConfig(10_000.0),
-        None: RopeConfig(1_000_000.0, LinearScaling(8.0)),
-    }
-    theirs = AutoConfig.for_model(**copy.deepcopy(published)).to_dict()
-    assert parse_config(theirs | {"dtype": "bfloat16"}) == config
-    text = theirs["text_config"] | {"dtype": "bfloat16", "eos_token_id": [1, 106]}
-    assert parse_config(text) == config
 
 
 @EVERY_ARCHITECTURE

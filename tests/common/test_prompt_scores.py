@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from common.engine.engine import Engine
-from common.engine.prompt_scores import ROWS
-from common.models.layers import CausalLM
 from common.request import Request, SamplingParams, StepOutput
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import add, assert_all_free, run, tokens_of
@@ -113,36 +111,3 @@ def test_what_is_cached_is_computed_again(phase: str) -> None:
     assert_scores(outputs, request, "llama", top=0)
     plain = add(engine, PROMPTS[0], SamplingParams(temperature=0.0, max_new_tokens=2))
     assert first_of(run(engine), plain).cached_tokens == 148, "others still find it"
-
-
-def test_no_more_than_a_few_rows_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of("phase6_paged")
-    head, rows = engine.runner.model.lm_head, []
-    forward = head.forward
-
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return forward(hidden)
-
-    monkeypatch.setattr(head, "forward", counted)
-    request = add(engine, PROMPTS[0], asking(top=2, tokens=1))
-    run(engine)
-    assert len(request.prompt_logprobs) == 149
-    assert max(rows) == ROWS
-
-
-def test_a_pass_that_fails_is_tried_again_and_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of("phase7_chunked", prefill_chunk_size=256)
-    states, failures = CausalLM.states, [RuntimeError("once")]
-
-    def failing(self: CausalLM, *arguments: Any) -> torch.Tensor:
-        found = states(self, *arguments)
-        if failures:
-            raise failures.pop()
-        return found
-
-    monkeypatch.setattr(CausalLM, "states", failing)
-    requests = [add(engine, prompt, asking(top=1, tokens=3)) for prompt in PROMPTS[1:3]]
-    outputs = run(engine)
-    for request in requests:
-        assert_scores(outputs, request, "llama", top=1)

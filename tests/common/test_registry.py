@@ -41,14 +41,6 @@ refusal = functools.partial(refusal_of, open_checkpoint)
 # ---------------------------------------------------------------------- folders and the zoo
 
 
-def test_a_folder_is_a_model(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    checkpoint = open_checkpoint(str(tmp_path))
-    assert checkpoint.folder == tmp_path
-    assert checkpoint.config.architecture == "llama"
-    assert solo_logits(load(tmp_path), draw_ids(5)).shape == (5, 97)
-
-
 def test_unknown_names_say_what_there_is() -> None:
     assert all(f"zoo:{name}" in refusal("zoo:llama-huge") for name in ZOO_NAMES)
     assert all(f"dummy:{preset}" in refusal("dummy:llama-huge") for preset in PRESETS)

@@ -56,25 +56,6 @@ def test_no_operator_of_torch_is_called_by_a_scheduler(phase: str, monkeypatch: 
     assert_all_free(engine)
 
 
-def test_the_memory_of_a_preempted_request_is_released_where_a_retired_ones_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = build("pipelined", **TIGHT)
-    released: list[str] = []
-    release = engine.runner.release
-
-    def noted(requests: Any) -> None:
-        held = list(requests)
-        released.extend(each.request_id for each in held)
-        release(held)
-
-    monkeypatch.setattr(engine.runner, "release", noted)
-    for i in range(4):
-        add(engine, [i, 1, 2, 3, 4], greedy(12), str(i))
-    run(engine)
-    assert len(released) == 4 + engine.scheduler.preemptions
-
-
 # ---------------------------------------------------------------------- deadlines
 
 TIMED = {"max_batch_size": 2, "request_timeout": 10.0}
@@ -143,19 +124,3 @@ def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: st
     assert groups_at_work(engine) == (["many"] * 4 if is_static else ["", "", "many", "many"])
     assert engine.scheduler.preemptions == (0 if is_static else 2)
     assert_served(engine, [*many, *others], outputs)
-
-
-@pytest.mark.parametrize("phase", ["paged", "chunked", "prefix", "pipelined", "speculative"])
-@pytest.mark.parametrize(("prompt_tokens", "gives_way"), [(40, True), (60, False)])
-def test_a_group_gives_up_no_seat_to_a_request_that_would_find_no_memory(
-    phase: str, prompt_tokens: int, gives_way: bool
-) -> None:
-    """A prompt may take at most 80 % of the free blocks, so the longer prompt would find no memory."""
-    engine = build(phase, max_batch_size=4, max_seq_len=80, block_size=4, num_blocks=20)
-    twins = [add_to(engine, "twins", [5, 6], new_tokens=12) for _ in range(4)]
-    outputs = [output for _ in range(3) for output in engine.step()]
-    other = add_to(engine, "other", [9] * prompt_tokens)
-    outputs += [output for _ in range(4) for output in engine.step()]
-    assert groups_at_work(engine) == (["other"] * gives_way + ["twins"] * (4 - gives_way))
-    assert engine.scheduler.preemptions == gives_way
-    assert_served(engine, [*twins, other], outputs)

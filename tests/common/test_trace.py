@@ -118,24 +118,6 @@ def test_parts_of_a_step_lie_in_it(phase: str) -> None:
     assert chunks == ["chunk 0:2", "chunk 0:4"]
 
 
-def test_recordings_and_requests_may_begin_while_a_step_waits_for_another() -> None:
-    engine, tracer, buffer = traced("phase9_pipelined", max_batch_size=2)
-    late = TraceBuffer()
-    tracer.start(buffer)
-    add(engine, "abc", greedy(6))
-    engine.step()
-    engine.step()
-    engine.wait()
-    tracer.start(late)
-    add(engine, "abc", greedy(3))
-    run(engine)
-    for each in (buffer, late):
-        tracer.stop(each)
-        events = read_trace(each.fetch())
-        assert_valid(events)
-        assert [track[-1]["args"]["new tokens"] for track in requests_of(events).values()] == [6, 3]
-
-
 @pytest.mark.parametrize("phase", [PHASES[2], PHASES[5]])
 def test_an_engine_that_nobody_records_is_as_it_was(phase: str) -> None:
     engine, tracer, _ = traced(phase)

@@ -61,25 +61,6 @@ def test_a_story_ends_by_itself_and_is_made_of_known_words(name: str) -> None:
     assert "zoë" in found
 
 
-@pytest.mark.parametrize("name", ZOO_NAMES)
-def test_an_early_token_changes_the_next_word(name: str) -> None:
-    """The next word is the hero's name, which lies further back than a Gemma window reaches."""
-    model, tokenizer = load(name)
-    story = STORY + " She lived in a warm den in the forest. It was a grey day with many clouds. One day"
-    ids = tokenizer(story, return_tensors="pt")["input_ids"]
-    ((zoe,), (ivy,)) = (tokenizer.encode(other, add_special_tokens=False) for other in (" Zoë", " Ivy"))
-    place = ids[0].tolist().index(zoe)
-    assert ids.shape[1] - place > 20
-    changed = ids.clone()
-    changed[0, place] = ivy
-    with torch.no_grad():
-        logits, changed_logits = model(ids).logits[0], model(changed).logits[0]
-    assert torch.equal(logits[:place], changed_logits[:place])
-    assert logits[-1].argmax() == zoe
-    assert changed_logits[-1].argmax() == ivy
-    assert (logits[-1] - changed_logits[-1]).abs().max() > 1
-
-
 # -------------------------------------------------------------------------------- training
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 import kernels.attention
 from kernels import attention_layout
 from kernels.attention import attention, gathered_attention
-from kernels.attention_layout import Workspace
 from tests.kernels.support import SCALE, Store
 
 WINDOWS = (None, 1, 2, 5, 16, 1000)
@@ -33,7 +32,6 @@ PASSES: dict[str, list[tuple[int, int]]] = {
     "single queries after longer ones": [(1, 4), (3, 8), (1, 12), (2, 2), (1, 1)],
     "no decode first": [(5, 8), (1, 6)],
 }
-CUT = [[2, 4, 4], [2, 8, 4], [2, 12, 1]]  # nine queries in tiles of four
 HEADS = [(3, 3), (6, 2), (4, 1), (1, 1)]
 
 
@@ -169,27 +167,6 @@ def test_one_launch_reads_all_sequences_in_place(
     assert (k, v) == (store.k, store.v)  # no gathered copy
 
 
-@pytest.mark.parametrize(
-    ("sequences", "tile_queries", "tiles", "split_rows", "max_length"),
-    [
-        ([(1, 9), (1, 3)], 8, [[0, 0, 1], [1, 1, 1]], 2, 9),
-        ([(1, 9), (3, 5), (9, 30), (1, 50)], 4, [[0, 0, 1], [1, 1, 3], *CUT, [3, 13, 1]], 4, 9),
-        ([(5, 5), (1, 9)], 4, [[0, 0, 4], [0, 4, 1], [1, 5, 1]], 0, 0),
-    ],
-)
-def test_tiles_have_queries_of_one_sequence(
-    sequences: list[tuple[int, int]],
-    tile_queries: int,
-    tiles: list[list[int]],
-    split_rows: int,
-    max_length: int,
-) -> None:
-    """Leading sequences of one tile, of decode or guesses, may be split among programs."""
-    indices = Store.of(sequences, block_size=4).layout.paged(tile_queries)
-    assert indices.tiles.tolist() == tiles
-    assert (indices.split_rows, indices.max_length) == (split_rows, max_length)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 5])
@@ -199,20 +176,6 @@ def test_cuda_passes_follow_the_rule(name: str, window: int | None, dtype: torch
     store = Store.of(PASSES[name], block_size=4, dtype=dtype, device="cuda")
     out = attend(store, window)
     assert_follows_the_rule(store, window, out, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
-
-
-def test_a_workspace_keeps_its_memory_and_grows() -> None:
-    workspace = Workspace()
-    stores = torch.arange(24.0).view(12, 2), -torch.arange(24.0).view(12, 2)
-    first = workspace.gather(torch.tensor([3, 1]), *stores)
-    assert first.tolist() == [[[6.0, 7.0], [2.0, 3.0]], [[-6.0, -7.0], [-2.0, -3.0]]]
-    again = workspace.gather(torch.tensor([0]), *stores)
-    assert again.data_ptr() == first.data_ptr()
-    assert again.tolist() == [[[0.0, 1.0]], [[-0.0, -1.0]]]
-    rows = torch.arange(12)
-    torch.testing.assert_close(workspace.gather(rows, *stores), torch.stack(stores))
-    halves = [store.bfloat16() for store in stores]
-    assert workspace.gather(rows, *halves).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 7, 16, 1000])

@@ -83,13 +83,6 @@ def test_gates_open_for_their_ups(place: str, size: tuple[int, int], biased: boo
         torch.testing.assert_close(result.double(), gate * up, rtol=4e-3, atol=4e-3)
 
 
-def test_rows_with_gaps_and_no_rows(place: str) -> None:
-    weight, wide = weight_of(40, 70, BF16, place), draw(5, 100, dtype=BF16, device=place)
-    for x in (wide[:, 10:50], wide[::2, 10:50], wide[:, :80:2]):
-        assert torch.equal(linear(x, weight), linear(x.contiguous(), weight))
-    assert linear(wide[:0, :40], weight).shape == (0, 70)
-
-
 def test_a_row_has_the_same_bits_beside_any_others(place: str) -> None:
     weight = weight_of(300, 33, BF16, place)
     x = draw(FEW_ROWS, 300, dtype=BF16, device=place)

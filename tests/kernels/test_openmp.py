@@ -63,10 +63,3 @@ def test_libgomp_is_loaded_with_the_limit(arguments: list[str]) -> None:
     if "cluster" in arguments[-1]:
         pytest.importorskip("ray")
     assert spin_rounds(arguments) == [str(SPIN_ROUNDS)]
-
-
-@pytest.mark.slow
-def test_the_users_choice_stays() -> None:
-    command = ["-c", "import kernels.attention"]
-    assert spin_rounds(command, GOMP_SPINCOUNT="77") == ["77"]
-    assert spin_rounds(command, OMP_WAIT_POLICY="passive") == ["0"]

@@ -10,16 +10,12 @@ from common.models.config import LayerConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.request import SamplingParams
 from tests.support.engines import (
-    ALLERGEN,
-    Allergic,
     RememberingModel,
     Variant,
     add,
     assert_all_free,
     assert_answered,
-    end_of,
     greedy,
-    run,
     tiny_model,
 )
 from tests.support.pools import assert_consistent, paged, shuffle_free_blocks
@@ -58,21 +54,3 @@ def test_shuffled_tables_give_the_same_tokens(
         assert any(t != sorted(t) and t != sorted(t)[::-1] for t in tables), "some table is out of order"
     assert_answered(outputs, requests, model)
     assert_all_free(engine)
-
-
-@pytest.mark.parametrize("planted", [1, 3])
-def test_after_a_failed_pass_a_leak_is_reclaimed_and_counted(variant: Variant, planted: int) -> None:
-    engine = variant.build(Allergic(), block_size=2, num_blocks=30)
-    pool = paged(engine)
-    runs, fails = add(engine, [1] * 5, greedy(6)), add(engine, [ALLERGEN] * 5, greedy(6))
-    pool.allocator.allocate(planted, owner=-1)
-    outputs = engine.step()
-    assert isinstance(end_of(outputs, fails).error, RuntimeError)
-    counters = engine.telemetry.counters
-    assert counters.failed_passes == 2, "the pass of both, and of the guilty one alone"
-    assert counters.reclaimed_slots == planted
-    assert engine.telemetry.snapshot()["counters"]["reclaimed_slots"] == planted
-    assert pool.audit_blocks() == set()
-    assert_answered(outputs + run(engine), [runs])
-    assert (pool.allocator.num_free, counters.reclaimed_slots) == (30, planted)
-    assert_consistent(pool)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.models.layers
@@ -40,9 +41,42 @@ from kernels.penalties import IN_PROMPT
 from kernels.tape import Function
 from phase8_prefix.cache import PrefixCachingPool
 from phase9_pipelined.seats import DeviceSeats
-from tests.support.device import META, Copies
 from tests.support.engines import add, build
 from tests.support.streams import StandIns, runner_of
+
+META = torch.device("meta")
+
+MAKERS = (torch.tensor, torch.as_tensor, torch.from_numpy, Tensor.new_tensor)
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies from the host to the device.
+
+    Attributes:
+        blocking: names of the calls that wait for the device.
+        sent: number of copies that do not.
+        bytes: total size of the copies that do not wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocking: list[str] = []
+        self.sent = self.bytes = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in MAKERS and (func is Tensor.new_tensor or result.device.type != "cpu"):
+            self.blocking.append(func.__name__)
+        if func is Tensor.to and result.device.type != "cpu" and args[0].device.type == "cpu":
+            if (kwargs or {}).get("non_blocking"):
+                self.sent += 1
+                self.bytes += args[0].nbytes
+            else:
+                self.blocking.append("to")
+        return result
+
 
 #: Operators that launch nothing: they make views, or memory that nothing is written to. `_to_copy` is part of `to`.
 VIEWS = {

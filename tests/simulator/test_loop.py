@@ -134,30 +134,6 @@ def test_arrivals_that_cannot_be_served_are_named(arrivals: Sequence[Arrival], m
     assert seen.requests[-1].completion_tokens == 7
 
 
-def test_arrivals_are_read_only_as_places_become_free() -> None:
-    """A burst may have any size: its arrivals become requests one after the other."""
-    drawn = 0
-
-    def burst() -> Any:
-        nonlocal drawn
-        for index in range(500):
-            drawn += 1
-            yield Arrival(index, 0.0, range(8), 4)
-
-    most = 0
-
-    def watch(*_: object) -> None:
-        nonlocal most
-        most = max(most, drawn - sum(r.finished_s is not None for r in seen.requests))
-
-    seen, simulated = Timelines(), engine(5, max_waiting_requests=10)
-    simulated.watchers.append(watch)
-    run(simulated, burst(), seen)
-    assert len(seen.requests) == 500
-    assert most <= 4 + 10 + 4 + 1  # seats, queue, answers on their way, and the next arrival
-    assert {record.sent_s for record in seen.requests} == {0.0}
-
-
 @pytest.mark.parametrize("name", ["mixed", "multi_turn", "baseline"])
 def test_a_summary_has_the_numbers_of_the_timelines(name: str) -> None:
     workload = WORKLOADS[name]
