@@ -132,7 +132,7 @@ def test_a_failed_pass_is_bisected(phase: str) -> None:
     assert_all_free(engine)
 
 
-def test_a_retry_gives_the_neighbours_the_tokens_they_would_have_had(llama: CausalLM) -> None:
+def test_after_a_retry_the_other_requests_keep_their_tokens(llama: CausalLM) -> None:
     """The retry uses the same random numbers, so sampled tokens are equal, too. The model fails after computing."""
     params = SamplingParams(max_new_tokens=10, seed=8)
     prompts = [[1, 2, 3], [4, 5, 6, 7], [9]]
@@ -280,7 +280,7 @@ def no_log_records(monkeypatch: pytest.MonkeyPatch) -> None:
 @STEP_BY_STEP
 @pytest.mark.usefixtures("no_log_records")
 @pytest.mark.parametrize("place", ["model", "sample", "commit_token"])
-def test_what_a_failed_pass_held_is_free_before_it_is_tried_again(
+def test_tensors_of_a_failed_pass_are_freed_before_its_retry(
     phase: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a pass that ran out of memory would run out of it again."""
@@ -339,7 +339,7 @@ def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
 # ---------------------------------------------------------------------- audit
 
 
-def test_the_audit_after_a_failed_pass_reclaims_what_nobody_holds(phase: str) -> None:
+def test_the_audit_after_a_failed_pass_reclaims_memory_without_a_holder(phase: str) -> None:
     engine = build(phase, RememberingModel(before_pass=fails_for("!", RuntimeError("boom"))))
     orphan = Request("orphan", [1, 2, 3], greedy(4))
     assert engine.runner.pool.reserve(orphan, 3)

@@ -205,7 +205,7 @@ def test_an_answer_is_stopped_and_the_next_question_works(endless: ServerProcess
     endless.begin_test()  # the engine has no request left
 
 
-def test_commands_and_what_is_none(server: ServerProcess) -> None:
+def test_commands_and_unknown_commands(server: ServerProcess) -> None:
     with Terminal("--url", server.url, "--system", "You are a fox.", "--max-tokens", "2") as terminal:
         assert terminal.ask("Who?")[::2] == (prompt_tokens("Who?", system="You are a fox."), 2)
         for word in ("/reset", "/system TEXT", "/quit", "Ctrl-C"):

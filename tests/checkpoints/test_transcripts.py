@@ -25,7 +25,7 @@ def test_the_answer_is_the_one_that_is_shown(server: ServerProcess, transcript: 
     transcript.check(server.url)
 
 
-def test_it_samples_as_its_authors_recommend(server: ServerProcess) -> None:
+def test_default_sampling_parameters_are_the_models_own(server: ServerProcess) -> None:
     (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert (card["sampling_defaults"]["temperature"], card["sampling_defaults"]["top_p"]) == (0.2, 0.9)
     assert card["sampling_defaults_from"] == "infer fetch"

@@ -231,7 +231,7 @@ def test_a_template_that_takes_too_long_is_ended() -> None:
         "{% for i in range(10 ** 9) %}{% endfor %}",
     ],
 )
-def test_what_a_template_may_not_do(source: str) -> None:
+def test_a_template_may_not_reach_python_or_loop_for_ever(source: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         ChatTemplate(source, {}).render([QUESTION])
 
@@ -300,7 +300,7 @@ def test_where_a_template_is_found(
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ unclosed", "{% unheard_of %}"])
-def test_what_is_no_template(tmp_path: Path, source: str) -> None:
+def test_a_broken_template_file_is_refused_with_its_line(tmp_path: Path, source: str) -> None:
     with pytest.raises(StartupError, match=r"chat_template\.jinja: the chat template cannot be read: line 1"):
         ChatTemplate.from_folder(write(tmp_path, None, source))
     (tmp_path / "chat_template.jinja").unlink()

@@ -173,7 +173,7 @@ def test_a_phase_by_number_or_name(name: int | str, slug: str) -> None:
 @pytest.mark.parametrize(
     "name", ["phase3_cache", "json", "json.decoder", "./phase4_static", ".", "4.0", 3, -4]
 )
-def test_what_is_no_phase_lists_what_there_is(name: int | str) -> None:
+def test_an_unknown_phase_is_refused_with_the_list_of_phases(name: int | str) -> None:
     with pytest.raises(StartupError, match=f"no phase '{re.escape(str(name))}'; there are phase4_static"):
         find_phase(name)
 

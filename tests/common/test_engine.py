@@ -191,7 +191,7 @@ def test_cancelling_gives_one_terminal_output(phase: str, steps: int) -> None:
     assert engine.telemetry.counters.requests_cancelled == 1
 
 
-def test_cancelling_what_is_done_or_unknown_does_nothing(phase: str) -> None:
+def test_cancelling_a_finished_or_unknown_request_does_nothing(phase: str) -> None:
     engine = build(phase)
     request = add(engine, "hello", greedy(2))
     outputs = run(engine)

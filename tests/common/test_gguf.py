@@ -150,7 +150,7 @@ def save(tmp_path: Path, architecture: str = "llama", **arguments: Any) -> Path:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @EVERY_ARCHITECTURE
-def test_a_file_computes_what_its_source_computes(
+def test_a_gguf_file_computes_the_logits_of_its_source(
     architecture: str, tied: bool, biased: bool, tmp_path: Path
 ) -> None:
     if biased and architecture not in BIASED:

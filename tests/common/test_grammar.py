@@ -42,7 +42,7 @@ TOKENS = [token_id for token_id in range(EOS + 1 + len(PIECES)) if token_id != E
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
-def test_choices_against_what_their_bytes_begin_with(texts: list[str], data: st.DataObject) -> None:
+def test_masks_of_choices_against_prefixes_of_their_bytes(texts: list[str], data: st.DataObject) -> None:
     """A token is allowed if the text with it is the beginning of a choice. EOS is allowed after a whole choice."""
     matcher = COMPILER.new_matcher(Grammar.choice(texts))
     choices = {text.encode() for text in texts}
@@ -68,7 +68,7 @@ def test_choices_against_what_their_bytes_begin_with(texts: list[str], data: st.
     assert matcher.complete
 
 
-def test_what_is_held_back_comes_where_nothing_else_may() -> None:
+def test_held_back_tokens_come_only_if_no_other_may() -> None:
     matcher = COMPILER.new_matcher(Grammar.regex("a+b?"))
     a, b = ord("a"), ord("b")
     matcher.advance(a)
@@ -82,7 +82,7 @@ def test_what_is_held_back_comes_where_nothing_else_may() -> None:
     assert allowed(matcher, [EOS]) == {EOS}
 
 
-def test_guesses_are_those_that_may_come_unless_other_tokens_must() -> None:
+def test_guesses_are_cut_to_a_grammar_or_replaced_by_forced_tokens() -> None:
     free, forcing = (COMPILER.new_matcher(Grammar.regex(text)) for text in ("[wx]z+", "qabab[wx]"))
     w, z, q = map(ord, "wzq")
     assert free.revise([w, z, z, q, z], 5) == ([w, z, z], False)

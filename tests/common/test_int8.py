@@ -57,7 +57,7 @@ def test_a_quantized_model_computes_what_its_rounded_weights_do(
 # ---------------------------------------------------------------------- a server's engine
 
 
-def test_it_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_weights_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.startup.build, "resolve_device", lambda _: torch.device("cuda"))
     package = find_phase("static")
     with pytest.raises(StartupError, match="int8 weights are for a CPU") as refused:

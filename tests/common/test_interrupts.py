@@ -112,7 +112,7 @@ def assert_as_new(llm: LLM) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 @pytest.mark.parametrize(("phase", "owner", "name", "when"), CASES)
-def test_what_is_raised_at_any_place_of_a_step_leaves_nothing_behind(
+def test_an_error_anywhere_in_a_step_leaves_the_engine_as_new(
     phase: str, owner: str, name: str, when: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = ready(phase, RememberingModel(), monkeypatch)
@@ -208,7 +208,9 @@ def interrupted(phase: str, name: str, when: str) -> tuple[Engine, list[StepOutp
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("name", "when"), [("commit", "before"), ("commit", "after"), ("execute", "before")])
-def test_what_was_computed_is_failed_and_what_waits_is_served(phase: str, name: str, when: str) -> None:
+def test_after_an_interrupt_running_requests_fail_and_waiting_ones_are_served(
+    phase: str, name: str, when: str
+) -> None:
     """After the interrupt, the engine can be stepped. Every request ends, and none lacks a token in the middle."""
     engine, outputs, requests = interrupted(phase, name, when)
     outputs += run(engine)

@@ -45,7 +45,7 @@ def test_generate_is_the_models_argmax_token_by_token(llama: CausalLM) -> None:
     assert solo(llama, prompt, greedy(12, ignore_eos=True)) == token_ids[4:]
 
 
-def test_generate_says_what_an_engine_says(llama: CausalLM) -> None:
+def test_generate_has_the_outputs_of_an_engine(llama: CausalLM) -> None:
     tokenizer = byte_tokenizer()
     params = SamplingParams(max_new_tokens=9, seed=3, logprobs=2)
     request = Request("r", [1, 2, 3], params, frozenset({EOS}), IncrementalDetokenizer(tokenizer, [1, 2, 3]))

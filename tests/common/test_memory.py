@@ -109,7 +109,7 @@ def test_a_pass_is_never_wider_than_all_sequences_at_their_longest(phase: str) -
 # ---------------------------------------------------------------------- the check
 
 
-def test_what_does_not_fit_is_refused_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_does_not_suffice_is_refused_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = weight_bytes(LLAMA_3B, torch.bfloat16)
     total = estimate_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=weights).total
     set_free(monkeypatch, total - 1)
@@ -134,7 +134,7 @@ def test_the_advice_is_the_phases_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("phase", phase_names())
-def test_nothing_is_read_where_it_cannot_fit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_read_if_they_cannot_fit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = find_phase(phase)
     config = package.Config(model="dummy:llama-3.2-3b", device="cpu", dtype="bfloat16", native_kernels=False)
     set_free(monkeypatch, 8 * GB)
@@ -241,7 +241,7 @@ def test_free_memory_of_the_cpu_is_the_smaller_of_machine_and_group(
     assert free_memory(CPU) == free
 
 
-def test_what_torch_keeps_unused_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_holds_unused_on_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)

@@ -135,9 +135,7 @@ DEFAULTS_NOBODY_MEANS = {"num_key_value_heads", "eos_token_id", "torch_dtype", "
         if entry != "model_type"
     ],
 )
-def test_an_entry_left_out_means_what_it_means_to_transformers(
-    architecture: str, entry: str, style: int
-) -> None:
+def test_a_missing_entry_has_the_default_of_transformers(architecture: str, entry: str, style: int) -> None:
     """Entries without a common default are refused if they are missing."""
     full = OF_ARCHITECTURE[architecture] if style == 4 else resolved(OF_ARCHITECTURE[architecture])
     raw = {key: value for key, value in full.items() if key != entry}

@@ -64,7 +64,7 @@ def assert_scores(outputs: list[StepOutput], request: Request, model: str, top: 
         ),
     ],
 )
-def test_the_same_as_transformers_beside_others(phase: str, model: str) -> None:
+def test_scores_equal_those_of_transformers_beside_other_requests(phase: str, model: str) -> None:
     """Some requests ask for log-probabilities. The others are served as usual, beside them."""
     engine = engine_of(phase, model, **({"prefill_chunk_size": 48} if int(phase[5]) >= 7 else {}))
     plain = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
@@ -90,7 +90,7 @@ def asking(top: int, tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("phase", ["phase6_paged", "phase7_chunked", "phase8_prefix", "phase9_pipelined"])
-def test_a_preempted_prompt_is_told_of_once(phase: str) -> None:
+def test_a_preempted_prompts_scores_are_reported_once(phase: str) -> None:
     engine = engine_of(phase, block_size=4, num_blocks=30)
     requests = [add(engine, PROMPTS[2], asking(top=1, tokens=30)) for _ in range(3)]
     outputs = run(engine)
@@ -101,7 +101,7 @@ def test_a_preempted_prompt_is_told_of_once(phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["phase8_prefix", "phase9_pipelined"])
-def test_what_is_cached_is_computed_again(phase: str) -> None:
+def test_a_prompt_with_scores_is_computed_despite_cached_blocks(phase: str) -> None:
     engine = engine_of(phase, block_size=4)
     add(engine, PROMPTS[0], SamplingParams(temperature=0.0, max_new_tokens=2))
     run(engine)

@@ -55,7 +55,7 @@ def python(environment: dict[str, str], *words: str) -> str:
     return done.stdout
 
 
-def test_it_is_listed_last(registered: dict[str, str]) -> None:
+def test_a_registered_phase_is_listed_last(registered: dict[str, str]) -> None:
     lines = python(registered, "-m", "infer", "phases").splitlines()
     assert [line.split()[0] for line in lines] == ["4", "5", "6", "7", "8", "9", "10", "11"]
     assert lines[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]

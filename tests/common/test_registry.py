@@ -41,7 +41,7 @@ refusal = functools.partial(refusal_of, open_checkpoint)
 # ---------------------------------------------------------------------- folders and the zoo
 
 
-def test_unknown_names_say_what_there_is() -> None:
+def test_an_unknown_model_is_refused_with_the_forms_of_names() -> None:
     assert all(f"zoo:{name}" in refusal("zoo:llama-huge") for name in ZOO_NAMES)
     assert all(f"dummy:{preset}" in refusal("dummy:llama-huge") for preset in PRESETS)
     for name in ("nothing", "/no/such/folder", "a/b/c", "zoo"):

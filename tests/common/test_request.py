@@ -109,7 +109,7 @@ def test_a_seed_decides_the_numbers(seed: int) -> None:
     assert uniforms(reseeded, 10) == first
 
 
-def test_a_retry_and_a_preemption_draw_what_they_would_have_drawn() -> None:
+def test_a_retry_and_a_preemption_draw_the_same_random_numbers() -> None:
     expected = uniforms(make(seed=5), 6)
     request = make(seed=5)
     request.start_prefill()

@@ -102,7 +102,7 @@ def groups_at_work(engine: Engine) -> list[str]:
 
 @EVERY_PHASE
 @pytest.mark.parametrize(("many", "others"), [(8, 3), (6, 1)])
-def test_a_group_leaves_seats_to_those_who_came_later(phase: str, many: int, others: int) -> None:
+def test_a_group_of_requests_leaves_seats_to_later_requests(phase: str, many: int, others: int) -> None:
     """A group may have all seats that no other request waits for."""
     engine = build(phase, max_batch_size=4, max_waiting_requests=32)
     requests = [add_to(engine, "many", [5, i]) for i in range(many)]

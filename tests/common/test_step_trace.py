@@ -99,7 +99,7 @@ def busy(engine: Engine, requests: int = 40, seed: int = 1) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_readers_know_what_the_engine_knew(phase: str) -> None:
+def test_frames_give_the_engines_state_in_every_step(phase: str) -> None:
     engine = engine_of(phase)
     trace, known = StepTrace(engine), []
     engine.watchers.append(lambda *_: known.append(truth(engine)))
@@ -173,7 +173,7 @@ def test_steps_may_be_left_out(phase: str) -> None:
     assert len(sparse.frames) == len(whole.frames) // 3
 
 
-def test_a_frame_that_is_to_be_a_key_tells_everything() -> None:
+def test_a_key_frame_has_the_whole_state() -> None:
     engine = build("paged", block_size=4)
     maker, frames = FrameMaker(engine), []
     engine.watchers.append(lambda *step: frames.append(maker.frame(*step)))

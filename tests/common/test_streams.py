@@ -52,7 +52,7 @@ def test_work_behind_work(stream: Stream) -> None:
         assert second.wait()[0].tolist() == [4 - 8 + 1] * n
 
 
-def test_an_error_belongs_to_its_work_and_to_what_builds_on_it(stream: Stream) -> None:
+def test_an_error_is_raised_for_its_work_and_for_work_built_on_it(stream: Stream) -> None:
     table, ids = torch.arange(4.0).view(4, 1), torch.tensor([2])
     assert stream.submit("look up", lookup(table), [ids]).wait()[0].item() == 2
     assert stream.submit("double", lambda x: (x * 2,), [torch.ones(1)]).wait()[0].item() == 2
@@ -115,7 +115,7 @@ def test_a_gpu_copies_what_is_done_while_it_computes_what_follows() -> None:
 # ---------------------------------------------------------------------- times of work
 
 
-def test_a_stream_tells_what_it_did_while_somebody_wants_to_know(stream: Stream) -> None:
+def test_a_stream_times_its_work_while_timing_is_on(stream: Stream) -> None:
     def double(x: Tensor) -> tuple[Tensor]:
         return (x + x,)
 
@@ -164,7 +164,7 @@ class Event:
         return float(later.at_ms - self.at_ms)
 
 
-def test_a_gpus_times_are_on_the_hosts_clock_and_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_a_gpu_are_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(work_times.time, "monotonic", lambda: 100.0)
     times = DeviceTimes()

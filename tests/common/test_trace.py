@@ -67,7 +67,7 @@ class TracedTraffic(Traffic):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_every_request_is_there_once_whatever_becomes_of_it(phase: str) -> None:
+def test_a_trace_has_every_request_once_however_it_ends(phase: str) -> None:
     traffic = TracedTraffic(phase, **tight(phase))
     random_traffic(traffic, 700, seed=3)
     events = traffic.trace()
@@ -119,7 +119,7 @@ def test_parts_of_a_step_lie_in_it(phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", [PHASES[2], PHASES[5]])
-def test_an_engine_that_nobody_records_is_as_it_was(phase: str) -> None:
+def test_an_engine_is_unchanged_after_its_recordings_end(phase: str) -> None:
     engine, tracer, _ = traced(phase)
     before = dict(vars(engine)), dict(vars(engine.runner))
     buffers = TraceBuffer(), TraceBuffer()
@@ -171,7 +171,7 @@ def test_a_sink_that_takes_no_more_ends_its_trace_and_no_other(caplog: pytest.Lo
     assert "step 5" in {e["name"] for e in whole}
 
 
-def test_what_nobody_fetches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_is_not_fetched_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TraceBuffer, "MOST_BYTES", 4096)
     engine, tracer, buffer = traced("phase5_continuous")
     tracer.start(buffer)

@@ -59,7 +59,7 @@ def test_cpu_tensors_go_to_torch(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_use_triton_says_is_done(monkeypatch, name):
+def test_use_triton_decides_the_path(monkeypatch, name):
     module, arguments = CALLS[name]
     trace = record(monkeypatch, module, name)
     asked = []

@@ -69,7 +69,9 @@ def test_every_output_is_the_sum_of_its_products(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", [(16, 16), (40, 35)], ids=str)
-def test_gates_open_for_their_ups(place: str, size: tuple[int, int], biased: bool, activation: str) -> None:
+def test_gated_outputs_are_products_of_gate_and_up(
+    place: str, size: tuple[int, int], biased: bool, activation: str
+) -> None:
     inputs, outputs = size
     weight = weight_of(inputs, 2 * outputs, FP16, place)
     bias = draw(2 * outputs, dtype=FP16, device=place, seed=2) if biased else None

@@ -87,7 +87,7 @@ def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) ->
         assert torch.equal(mine, other)
 
 
-def test_what_a_tape_cannot_repeat_is_refused() -> None:
+def test_a_function_that_a_tape_cannot_repeat_is_refused() -> None:
     x, kept = torch.tensor([1.0, 2.0]), torch.ones(2)
     with pytest.raises(CannotRecordError, match="a number was read"):
         recorded(lambda x: x * 2 if x.sum() > 0 else x, x)
@@ -142,7 +142,7 @@ def slow() -> tuple[Tape, Tensor]:
     return recorded(function, x), x
 
 
-def test_passes_come_out_in_order_and_errors_to_whom_they_belong(player: torch.ScriptObject) -> None:
+def test_passes_end_in_order_and_errors_belong_to_their_pass(player: torch.ScriptObject) -> None:
     lookup = recorded(
         lambda ids: torch.nn.functional.embedding(ids, torch.arange(12.0).view(4, 3)), torch.tensor([0])
     )
@@ -172,7 +172,7 @@ def test_a_pass_goes_on_while_python_keeps_its_lock(player: torch.ScriptObject) 
     assert torch.equal(player.wait(ticket)[0], tape(x)[0])
 
 
-def test_work_goes_on_with_what_earlier_work_returned(player: torch.ScriptObject) -> None:
+def test_work_reads_the_results_of_earlier_work(player: torch.ScriptObject) -> None:
     double = record(lambda x: (x * 2, x + 1), torch.ones(1))[0]
     add_up = recorded(lambda a, b, c: a + b * c, *torch.ones(3, 1))
     first = player.submit(double.recorded, [torch.tensor([3.0])], 0, 1)

@@ -13,7 +13,7 @@ from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
 from tests.support.engines import build, greedy, run
 
 
-def test_it_goes_on_as_the_text_went_on_before() -> None:
+def test_a_guess_continues_the_text_as_it_went_on_before() -> None:
     drafter = NgramDrafter([1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert drafter.propose([1, 2, 3, 4, 5, 6, 7, 8, 9], 4) == []
     assert drafter.propose([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4], 4) == [5, 6, 7, 8]
@@ -55,14 +55,16 @@ def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
     ],
     ids=["other", "more", "fewer"],
 )
-def test_behind_a_change_it_goes_on_soon_after_it(answer: list[int], guess: list[int]) -> None:
+def test_after_a_change_in_the_text_a_match_continues_soon_after_it(
+    answer: list[int], guess: list[int]
+) -> None:
     """The match does not jump to the latest place of a single token."""
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, *range(100, 200), 4, 70, 5, 71, 6, 72, 0]
     assert NgramDrafter(prompt).propose([*prompt, *answer], 2) == guess
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_match_is_what_a_search_of_the_whole_text_finds(seed: int) -> None:
+def test_a_match_equals_a_search_of_the_whole_text(seed: int) -> None:
     """This holds for a new match. A match that goes on keeps its place."""
     draw = random.Random(seed)
     text = [draw.randrange(3) for _ in range(60)]

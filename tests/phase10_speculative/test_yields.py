@@ -63,7 +63,7 @@ class Sequence:
             self.request.token_ids.append(right)
 
 
-def test_rates_follow_what_comes_true_for_each_length_of_match() -> None:
+def test_rates_follow_the_accepted_guesses_of_each_length_of_match() -> None:
     sequence = Sequence()
     sequence.observe(2, False)
     sequence.observe(5, True)

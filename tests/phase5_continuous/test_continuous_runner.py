@@ -26,7 +26,7 @@ from tests.support.engines import (
         (1, [(3,), (7,), (1,), (2,), (2,)]),
     ],
 )
-def test_newcomers_prompts_are_cut_into_passes_of_so_many_tokens(
+def test_new_prompts_are_divided_into_passes_of_bounded_size(
     variant: Variant, most: int, passes: list[tuple[int, ...]]
 ) -> None:
     """The bound cuts prompts into passes, not steps: all first tokens come in the first step."""

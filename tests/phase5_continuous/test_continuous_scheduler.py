@@ -82,7 +82,7 @@ def test_short_requests_overtake_long_ones(variant: Variant) -> None:
     assert_answered(outputs, requests)
 
 
-def test_nobody_starves(variant: Variant) -> None:
+def test_no_request_starves(variant: Variant) -> None:
     engine = variant.build(max_batch_size=4)
     requests = [add(engine, [i], greedy(3 + 5 * (i % 3))) for i in range(12)]
     outputs = run(engine)

@@ -68,14 +68,14 @@ def test_generated_tokens_are_counted(variant: Variant) -> None:
     assert bench.pool.capacity(resumed.slot) == 40
 
 
-def test_nobody_overtakes_one_who_does_not_fit(variant: Variant) -> None:
+def test_no_request_overtakes_one_that_does_not_fit(variant: Variant) -> None:
     bench = bench_of(variant, 100)
     bench.hold(50)
     bench.add(45, 1)
     assert bench.admitted() == []
 
 
-def test_with_nobody_active_a_prompt_may_take_the_whole_pool(variant: Variant) -> None:
+def test_if_no_request_is_active_a_prompt_may_take_the_whole_pool(variant: Variant) -> None:
     bench = bench_of(variant, 100)
     bench.add(100)
     assert bench.admitted() == ["r0"]
@@ -90,7 +90,7 @@ def test_the_waiver_is_for_one_request(variant: Variant, prompts: tuple[int, int
     assert len(bench.admitted()) == count
 
 
-def test_seats_limit_too(variant: Variant) -> None:
+def test_seats_limit_admission(variant: Variant) -> None:
     bench = bench_of(variant, 1000, max_batch_size=3)
     bench.add(1, 1, 1, 1, 1)
     assert bench.admitted() == ["r0", "r1", "r2"]
@@ -154,7 +154,7 @@ def test_the_oldest_grows_first(variant: Variant) -> None:
     assert bench.pool.capacity(older.slot) == 3
 
 
-def test_several_preempted_at_once_keep_their_order_of_arrival(variant: Variant) -> None:
+def test_requests_preempted_together_keep_their_order_of_arrival(variant: Variant) -> None:
     bench = bench_of(variant, 5)
     oldest, *_ = [bench.hold(1) for _ in range(5)]
     bench.add(1)
@@ -164,7 +164,7 @@ def test_several_preempted_at_once_keep_their_order_of_arrival(variant: Variant)
     assert bench.scheduler.preemptions == 3
 
 
-def test_one_who_was_preempted_in_a_step_does_not_come_straight_back(variant: Variant) -> None:
+def test_a_preempted_request_is_not_admitted_in_the_same_step(variant: Variant) -> None:
     """Its memory goes to other requests. If it were admitted in the same step, it would be preempted again."""
     bench = bench_of(variant, 20, block_size=2)
     bench.add(9, 9, 9)

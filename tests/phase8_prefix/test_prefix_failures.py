@@ -93,7 +93,7 @@ def test_a_nan_in_chunk_2_is_not_registered(mixed: bool) -> None:
     assert_all_free(engine)
 
 
-def test_a_nan_that_comes_and_goes_stays_with_the_one_it_befell() -> None:
+def test_a_passing_nan_fails_only_the_request_that_read_it() -> None:
     """A fault of the memory, not the prompt, causes the NaN. Blocks computed from it are not registered."""
     model = nan_model()
     engine = engine_of(model)
@@ -165,7 +165,7 @@ class Unreadable:
 
 @pytest.mark.parametrize("phase", ["phase8_prefix", "phase9_pipelined"])
 @pytest.mark.parametrize("when", ["commit", "release"])
-def test_out_of_memory_while_a_prefix_is_looked_at_only_leaves_it_unshared(
+def test_out_of_memory_in_the_check_for_nan_leaves_a_prefix_unshared(
     phase: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(phase, block_size=4, num_blocks=60, prefill_chunk_size=CHUNK)

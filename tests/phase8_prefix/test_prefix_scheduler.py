@@ -66,7 +66,7 @@ def test_one_may_begin_while_the_other_still_prefills() -> None:
     assert_answered(outputs, [first, other, second])
 
 
-def test_those_of_a_burst_look_again_when_they_begin() -> None:
+def test_requests_that_arrive_together_look_for_hits_again_when_they_begin() -> None:
     engine = engine_of(max_batch_size=4)
     requests = [add(engine, own(i, 8), greedy(3)) for i in range(4)]
     outputs = engine.step()
@@ -86,7 +86,7 @@ def test_those_of_a_burst_look_again_when_they_begin() -> None:
     assert_consistent(pool)
 
 
-def test_twins_are_kept_until_their_sequence_lets_go() -> None:
+def test_a_duplicate_block_is_kept_until_its_sequence_releases_it() -> None:
     """Two requests compute the same prompt at once. One's blocks enter the tree, the other keeps its own."""
     engine = engine_of(prefill_token_budget=None)
     first, second = (add(engine, SYSTEM, greedy(4)) for _ in range(2))
@@ -144,7 +144,7 @@ def test_hits_on_blocks_in_use_cost_nothing() -> None:
     assert friend.state is not RequestState.WAITING
 
 
-def test_hits_on_blocks_that_nobody_uses_cost_what_they_were_worth() -> None:
+def test_hits_on_unused_blocks_are_charged_as_free_memory() -> None:
     """Unused cached blocks count as free memory, so a hit on them is charged."""
     engine = engine_of(18)
     add(engine, SYSTEM, greedy(1))
@@ -171,7 +171,7 @@ def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:
     assert_all_free(engine)
 
 
-def test_one_who_was_preempted_finds_its_own_blocks_and_they_are_no_hits() -> None:
+def test_a_preempted_request_finds_its_own_blocks_which_count_as_no_hits() -> None:
     engine = engine_of(14, prefill_chunk_size=64)
     requests = [add(engine, [i + 1] * 12, greedy(20)) for i in range(2)]
     outputs: list[StepOutput] = []
@@ -205,7 +205,7 @@ def test_telemetry_has_the_hit_rate_and_the_steps_have_the_hits() -> None:
     assert hits == [(29, 0), (29, 24), (29, 24), (40, 0)]
 
 
-def test_a_reset_forgets_what_nobody_uses() -> None:
+def test_a_reset_frees_the_unused_cached_blocks() -> None:
     engine = engine_of()
     add(engine, [5] * 20, greedy(1))
     run(engine)

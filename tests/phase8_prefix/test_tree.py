@@ -50,7 +50,7 @@ def test_texts_share_what_they_begin_with() -> None:
     assert sorted((depth, node.block) for depth, node in tree.walk()) == [(0, 0), (1, 1), (1, 3)]
 
 
-def test_a_match_goes_on_from_what_is_held() -> None:
+def test_a_match_continues_below_held_nodes() -> None:
     tree = tree_of([1, 2, 3, 4, 5, 6])
     held = tree.match([1, 2, 3])
     assert blocks(tree.match([1, 2, 3, 4, 5, 6], held=held)) == [1, 2]
@@ -68,7 +68,7 @@ def test_a_salt_keeps_texts_apart(salt: str, other: str) -> None:
     assert blocks(tree.insert([1, 2], [2, 3], other)) == [2, 3]
 
 
-def test_what_somebody_uses_is_not_evicted() -> None:
+def test_blocks_in_use_are_not_evicted() -> None:
     tree = PrefixTree(1)
     a, b = tree.insert([1, 2, 3], [0, 1, 2]), tree.insert([1, 2, 4], [7, 8, 3])
     assert (blocks(b), [node.users for node in b]) == ([0, 1, 3], [2, 2, 1])

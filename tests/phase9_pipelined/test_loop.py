@@ -241,7 +241,7 @@ def test_blocks_are_shared_once_their_step_is_committed() -> None:
     assert_all_free(engine)
 
 
-def test_a_prompt_whose_scores_are_read_waits_for_the_steps_in_flight(
+def test_a_prompt_with_scores_waits_for_the_steps_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _, _ = started()

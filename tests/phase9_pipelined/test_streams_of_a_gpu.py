@@ -79,7 +79,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     return trace
 
 
-def test_a_copy_and_a_look_wait_for_their_own_work_only(
+def test_a_copy_and_an_aside_wait_for_their_own_work_only(
     trace: Trace, monkeypatch: pytest.MonkeyPatch, torch_kernels: None
 ) -> None:
     model = tiny_model()

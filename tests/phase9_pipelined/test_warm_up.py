@@ -54,7 +54,7 @@ def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_native
-def test_a_recording_that_fails_late_fails_nobody_else() -> None:
+def test_a_pass_whose_recording_fails_is_computed_without_a_tape() -> None:
     """If a recording fails during a request, its pass is computed without a tape."""
     engine = zoo_engine()
     plain = engine.create_request(

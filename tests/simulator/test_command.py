@@ -28,7 +28,7 @@ def test_one_table_for_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in printed
 
 
-def test_what_if_there_were_fewer_seats_and_shorter_chunks() -> None:
+def test_options_and_variants_change_the_simulated_engine() -> None:
     options = parser().parse_args(
         [
             *(*GPU, "--requests", "8", "--phases", "7"),

@@ -73,7 +73,7 @@ def test_every_request_ends_once_and_all_memory_comes_back(phase: int) -> None:
     assert starts == sorted(starts)
 
 
-def test_time_is_what_the_cost_says() -> None:
+def test_times_of_one_request_follow_the_prices() -> None:
     """The times of one request alone are computed by hand."""
     simulated, seen = engine(7, prefill_chunk_size=8), Timelines()
     run(simulated, [Arrival(0, 1.0, range(12), 2)], seen)
