@@ -10,7 +10,7 @@ request   http/middleware   answers counted, request ids, API keys, allowed `Hos
 parse     routes            `JsonRoute` reads the body that an endpoint's function takes
           api/bodies        bytes to a validated body, or to one error (`api/fields`: fields that are not
                             implemented)
-endpoint  api/completions, api/chat, api/messages, api/tokens, api/response_routes
+endpoint  api/completions, api/chat, api/messages, api/tokens, api/responses
                             each with its body, its answer and its routes (`api/wanted`, `api/conversation`: fields
                             that bodies share); `routes.generate` for those that make text
 tokens    api/intake        grammar compiled, places in the queue held, prompt tokenized (`api/lanes`: the threads

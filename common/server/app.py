@@ -15,7 +15,7 @@ from common.engine.requests import EngineFront
 from common.hosting.async_engine import EngineWorker
 from common.hosting.thread import EngineThread
 from common.server import state
-from common.server.api import chat, completions, messages, response_routes, tokens
+from common.server.api import chat, completions, messages, responses, tokens
 from common.server.api.bodies import Bodies
 from common.server.errors import HANDLERS
 from common.server.http.middleware import (
@@ -130,7 +130,7 @@ def create_app(
     for router in (
         completions.router,
         chat.router,
-        response_routes.router,
+        responses.router,
         messages.router,
         tokens.router,
         state.router,

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Literal, NotRequired
 
+import orjson
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from common.errors import (
     EngineDeadError,
@@ -30,7 +32,6 @@ from common.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from common.server.api.shapes import ErrorResponse, MessagesError, MessagesErrorDetail, json_response
 
 MAX_MESSAGE_CHARACTERS = 800  # four bytes a character and some quoting stay under 4 kB
 
@@ -58,6 +59,31 @@ _MESSAGES_TYPES = {
     503: OVERLOADED,
     504: "timeout_error",
 }
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(TypedDict):
+    """The JSON body of an error, the same on all routes but Anthropic's."""
+
+    error: ErrorDetail
+
+
+class MessagesErrorDetail(ErrorDetail):
+    details: NotRequired[Mapping[str, object]]
+
+
+class MessagesError(TypedDict):
+    """The JSON body of an error on Anthropic's routes."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str | None
 
 
 class ApiError(Exception):
@@ -110,6 +136,11 @@ class ApiError(Exception):
         if self.details is not None:
             error["details"] = self.details
         return {"type": "error", "error": error, "request_id": request_id}
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return an HTTP response with `content`, encoded as JSON, as its body."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def shorten(text: str, limit: int) -> str:

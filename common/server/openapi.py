@@ -13,8 +13,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from common.server.api.bodies import MAX_BODY_BYTES
-from common.server.api.shapes import ErrorResponse
-from common.server.errors import SHOULD_RETRY
+from common.server.errors import SHOULD_RETRY, ErrorResponse
 
 _REASONS = {
     400: "Not JSON, a field missing or of a wrong type, an empty prompt, a token id that does not exist",

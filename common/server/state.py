@@ -2,31 +2,119 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import orjson
 import torch
 from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
+from common.engine.telemetry import PAGE_STEPS
 from common.errors import ShuttingDownError
 from common.models.generation_config import origin_of
 from common.server.api.bodies import check_model
-from common.server.api.shapes import (
-    CacheReset,
-    Health,
-    ModelCard,
-    ModelList,
-    Ready,
-    TelemetrySnapshot,
-    Version,
-    json_response,
-)
 from common.server.api.stream import EventStream
-from common.server.errors import ApiError
+from common.server.errors import ApiError, json_response
 from common.server.openapi import answers
 from common.server.page.page import PAGE_HEADERS
 from common.server.service import Served, Service
 from common.version import project_version
+
+# ---------------------------------------------------------------------- the answers
+
+
+class SamplingDefaults(TypedDict):
+    temperature: float
+    top_p: float
+    top_k: Annotated[int | None, Field(description="null: all tokens")]
+    min_p: float
+    repetition_penalty: float
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: Annotated[
+        int, Field(description="the most tokens of one request, prompt and answer together")
+    ]
+    phase: str
+    sampling_defaults: Annotated[
+        SamplingDefaults, Field(description="the sampling parameters of requests that name none")
+    ]
+    sampling_defaults_from: Annotated[
+        Literal["generation_config.json", "infer fetch", "server"],
+        Field(
+            description="`infer fetch`: the recommendation in its catalogue of models. `server`: there is no "
+            "suggestion, or `--generation-config none` ignores it"
+        ),
+    ]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(TypedDict):
+    status: Literal["ok", "paused", "draining"]
+    phase: str
+
+
+class Version(TypedDict):
+    version: str
+    phase: str
+    torch: str
+    device: str
+    dtype: Annotated[str, Field(description="type of activations, keys and values")]
+    weights: Annotated[
+        str, Field(description="type of the linear layers' weights: int8 if they are quantized")
+    ]
+    kernels: Annotated[
+        Literal["triton", "native", "torch"],
+        Field(description="the implementation of norms, attention and similar operations"),
+    ]
+    batch_invariant: Annotated[
+        bool,
+        Field(
+            description="whether a sequence's logits have the same bits alone and beside any others: measured at "
+            "start with native kernels and on a GPU, false otherwise"
+        ),
+    ]
+
+
+class CacheReset(TypedDict):
+    dropped_blocks: Annotated[int, Field(description="the dropped blocks, which no request used")]
+
+
+class TelemetrySnapshot(TypedDict):
+    """Counters since the start, and a page of steps: from `since_step` on, by default the latest page."""
+
+    phase: str
+    max_batch_size: int
+    max_seq_len: int
+    queue_room: Annotated[
+        int,
+        Field(
+            description="the number of further requests that the queue can take before the server answers 503"
+        ),
+    ]
+    counters: dict[str, float]
+    steps: Annotated[list[dict[str, float]], Field(max_length=PAGE_STEPS)]
+    next_step: Annotated[
+        int,
+        Field(
+            description="`since_step` of the next page, which is there already if this is less than the steps "
+            "counted"
+        ),
+    ]
+
+
+# ---------------------------------------------------------------------- the routes
 
 router = APIRouter()
 
@@ -105,7 +193,7 @@ async def health(service: Served) -> Response:
     return json_response(reply)
 
 
-@router.get("/ready", **answers(Ready, [503]))
+@router.get("/ready", **answers(Health, [503]))
 async def ready(service: Served) -> Response:
     """Answer 200 unless the server shuts down, or its engine is dead or hung.
 
@@ -114,7 +202,7 @@ async def ready(service: Served) -> Response:
     service.require_health()
     if service.worker.draining:
         raise ShuttingDownError("draining: the server is shutting down")
-    reply: Ready = {"status": "ok", "phase": service.engine.phase.slug}
+    reply: Health = {"status": "ok", "phase": service.engine.phase.slug}
     return json_response(reply)
 
 

@@ -16,7 +16,7 @@ from common.hosting.async_engine import RequestStream, WakeUp
 from common.request import StepOutput, TokenLogprobs
 from common.server.api.lanes import Lane
 from common.server.api.parts import Part, PartsReader, TextPart, new_reader
-from common.server.api.shapes import AnswerOrigin, Logprobs, StopReason, Usage
+from common.server.api.shapes import AnswerOrigin, AnswerTokens, Logprobs, Usage
 from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import from_exception
 from common.text.dialect import Dialect, opens_thought
@@ -181,7 +181,7 @@ class Answer:
                 yield from (each for each in self._held_back if each[0].prompt is prompt)
                 self._held_back = [each for each in self._held_back if each[0].prompt is not prompt]
 
-    def stop_reason(self, choice: Choice) -> StopReason:
+    def stop_reason(self, choice: Choice) -> AnswerTokens:
         """Return the field `stop_reason` of a choice that has ended: the stop string or stop token that ended it.
 
         Returns no field if neither did.

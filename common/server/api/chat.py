@@ -44,12 +44,11 @@ from common.server.api.shapes import (
     FunctionDelta,
     Text,
     Usage,
-    json_response,
 )
 from common.server.api.stream import while_connected
 from common.server.api.tools import CHOICE, ToolChoice
 from common.server.api.wanted import NewTokens, Whole
-from common.server.errors import refused
+from common.server.errors import json_response, refused
 from common.server.openapi import OF_BODIES, OF_TEXT, answers, event_stream
 from common.server.routes import JsonRoute, generate
 from common.server.service import Served

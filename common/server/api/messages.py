@@ -46,7 +46,7 @@ from common.server.api.answer import Answer, Choice, WireFormat
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.fields import BODY, by_type, note
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
-from common.server.api.shapes import ErrorDetail, MessagesError, event, json_response
+from common.server.api.shapes import event
 from common.server.api.stream import while_connected
 from common.server.api.tools import (
     CalledFunction,
@@ -58,7 +58,7 @@ from common.server.api.tools import (
     by_kind,
 )
 from common.server.api.wanted import StopString
-from common.server.errors import from_exception, refused
+from common.server.errors import ErrorDetail, MessagesError, from_exception, json_response, refused
 from common.server.openapi import OF_BODIES, OF_TEXT, answers, event_stream
 from common.server.routes import JsonRoute, generate
 from common.server.service import Served

@@ -7,52 +7,18 @@ from typing import Annotated, Literal, NotRequired
 
 import orjson
 from pydantic import Field
-from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from common.engine.telemetry import PAGE_STEPS
+from common.server.errors import ErrorResponse
 
 OpenAIReason = Literal["stop", "length"]
 ChatReason = Literal["stop", "length", "tool_calls"]
-
-
-def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return an HTTP response with `content`, encoded as JSON, as its body."""
-    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def event(data: Mapping[str, object], name: str | None = None) -> bytes:
     """Encode one server-sent event. JSON has no raw line ends, so `data` is always one line."""
     line = b"data: %b\n\n" % orjson.dumps(data)
     return line if name is None else b"event: %b\n%b" % (name.encode(), line)
-
-
-# ---------------------------------------------------------------------- errors
-
-
-class ErrorDetail(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorResponse(TypedDict):
-    """The JSON body of an error, the same on all routes but Anthropic's."""
-
-    error: ErrorDetail
-
-
-class MessagesErrorDetail(ErrorDetail):
-    details: NotRequired[Mapping[str, object]]
-
-
-class MessagesError(TypedDict):
-    """The JSON body of an error on Anthropic's routes."""
-
-    type: Literal["error"]
-    error: MessagesErrorDetail
-    request_id: str | None
 
 
 class ErrorEvent(ErrorResponse):
@@ -135,15 +101,12 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class StopReason(TypedDict):
-    """A field of a choice that is present only if a stop string or a stop token ended it."""
+class AnswerTokens(TypedDict):
+    """Fields of a choice that are present only if they have a value or are asked for."""
 
-    stop_reason: NotRequired[Annotated[str | int, Field(description="that stop string, or the token's id")]]
-
-
-class AnswerTokens(StopReason):
-    """A field of a choice that is present only if asked for."""
-
+    stop_reason: NotRequired[
+        Annotated[str | int, Field(description="the stop string, or the id of the stop token, that ended it")]
+    ]
     token_ids: NotRequired[Annotated[list[int], Field(description="with `return_token_ids`")]]
 
 
@@ -330,40 +293,6 @@ class ChatCompletionChunk(Header, PromptTokens):
 # ---------------------------------------------------------------------- the other routes
 
 
-class SamplingDefaults(TypedDict):
-    temperature: float
-    top_p: float
-    top_k: Annotated[int | None, Field(description="null: all tokens")]
-    min_p: float
-    repetition_penalty: float
-
-
-class ModelCard(TypedDict):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: Annotated[
-        int, Field(description="the most tokens of one request, prompt and answer together")
-    ]
-    phase: str
-    sampling_defaults: Annotated[
-        SamplingDefaults, Field(description="the sampling parameters of requests that name none")
-    ]
-    sampling_defaults_from: Annotated[
-        Literal["generation_config.json", "infer fetch", "server"],
-        Field(
-            description="`infer fetch`: the recommendation in its catalogue of models. `server`: there is no "
-            "suggestion, or `--generation-config none` ignores it"
-        ),
-    ]
-
-
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
 class Tokens(TypedDict):
     count: int
     max_model_len: int
@@ -371,71 +300,5 @@ class Tokens(TypedDict):
     token_strs: Annotated[list[str] | None, Field(description="as the tokenizer spells them, if asked for")]
 
 
-class InputTokens(TypedDict):
-    """The answer of `/v1/responses/input_tokens`."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: int
-
-
 class Text(TypedDict):
     prompt: str
-
-
-class Health(TypedDict):
-    status: Literal["ok", "paused", "draining"]
-    phase: str
-
-
-class Ready(TypedDict):
-    status: Literal["ok"]
-    phase: str
-
-
-class Version(TypedDict):
-    version: str
-    phase: str
-    torch: str
-    device: str
-    dtype: Annotated[str, Field(description="type of activations, keys and values")]
-    weights: Annotated[
-        str, Field(description="type of the linear layers' weights: int8 if they are quantized")
-    ]
-    kernels: Annotated[
-        Literal["triton", "native", "torch"],
-        Field(description="the implementation of norms, attention and similar operations"),
-    ]
-    batch_invariant: Annotated[
-        bool,
-        Field(
-            description="whether a sequence's logits have the same bits alone and beside any others: measured at "
-            "start with native kernels and on a GPU, false otherwise"
-        ),
-    ]
-
-
-class CacheReset(TypedDict):
-    dropped_blocks: Annotated[int, Field(description="the dropped blocks, which no request used")]
-
-
-class TelemetrySnapshot(TypedDict):
-    """Counters since the start, and a page of steps: from `since_step` on, by default the latest page."""
-
-    phase: str
-    max_batch_size: int
-    max_seq_len: int
-    queue_room: Annotated[
-        int,
-        Field(
-            description="the number of further requests that the queue can take before the server answers 503"
-        ),
-    ]
-    counters: dict[str, float]
-    steps: Annotated[list[dict[str, float]], Field(max_length=PAGE_STEPS)]
-    next_step: Annotated[
-        int,
-        Field(
-            description="`since_step` of the next page, which is there already if this is less than the steps "
-            "counted"
-        ),
-    ]

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from common.server.api.bodies import Body, Limits, check_model
 from common.server.api.conversation import Messages, TemplateOptions
-from common.server.api.shapes import Text, Tokens, json_response
+from common.server.api.shapes import Text, Tokens
 from common.server.api.stream import while_connected
 from common.server.api.wanted import TokenId
-from common.server.errors import refused
+from common.server.errors import json_response, refused
 from common.server.openapi import OF_BODIES, answers
 from common.server.routes import JsonRoute
 from common.server.service import Served
