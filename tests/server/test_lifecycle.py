@@ -81,15 +81,15 @@ def test_a_refusal_gives_its_place_back(gated: ServerProcess) -> None:
 def test_half_the_clients_vanish_and_the_others_complete(gated: ServerProcess) -> None:
     connections = [gated.raw(stream=True, max_tokens=1500, ignore_eos=True) for _ in range(4)]
     staying = in_background(
-        4, lambda number: gated.events(max_tokens=300, ignore_eos=True, temperature=1, seed=number)
+        4, lambda number: gated.events(max_tokens=80, ignore_eos=True, temperature=1, seed=number)
     )
     for number, connection in enumerate(connections):
         assert b"200 OK" in connection.recv(4096)
         LEAVE[number % len(LEAVE)](connection)
     answers = [each.result(HANG_S) for each in staying]
     for number, events in enumerate(answers):
-        assert [name for name, _ in events] == ["token"] * 300 + ["done"]
-        expected = gated.complete(max_tokens=300, ignore_eos=True, temperature=1, seed=number)
+        assert [name for name, _ in events] == ["token"] * 80 + ["done"]
+        expected = gated.complete(max_tokens=80, ignore_eos=True, temperature=1, seed=number)
         assert texts(events)[0] == expected["choices"][0]["text"]
     eventually(lambda: gated.counters()["requests_cancelled"] == 4)
     assert gated.counters()["requests_finished"] == 8
