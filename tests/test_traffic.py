@@ -115,7 +115,7 @@ def traffic_of(variant: Variant) -> Traffic:
 def test_random_operations_of_requests_with_priorities(variant: Variant) -> None:
     traffic = traffic_of(variant)
     traffic.priorities = (0, 3, -1, 0, 1)
-    random_traffic(traffic, 1500, seed=3)
+    random_traffic(traffic, 1000, seed=3)
     assert_everything_happened(traffic)
     if "num_blocks" in variant.options:
         assert traffic.engine.telemetry.counters.preemptions > 0
@@ -124,7 +124,7 @@ def test_random_operations_of_requests_with_priorities(variant: Variant) -> None
 @pytest.mark.parametrize(
     ("variant", "operations", "seed"),
     [
-        *((variant, 2500, 1) for variant in PHASES),
+        *((variant, 2000, 1) for variant in PHASES),
         *(pytest.param(variant, 2000, 2, marks=pytest.mark.slow) for variant in OTHERS),
         *(pytest.param(variant, 20_000, 3, marks=pytest.mark.slow) for variant in PHASES),
     ],

@@ -215,7 +215,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.allocator.num_free == self.pool.allocator.num_blocks
 
 
-@pytest.mark.parametrize("operations", [10_000, pytest.param(40_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operations", [3000, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_the_pool_under_any_history(operations: int) -> None:
     PoolMachine.operations = 0
     chosen = settings(

@@ -88,7 +88,7 @@ def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     options = {"pipeline_depth": depth, "max_batch_size": 6, "block_size": 4, "num_blocks": 24}
     engine = build("phase9_pipelined", model, **options)
     stream = runner_of(engine).stream = RowStream([1, 2, 4, 6])
-    lengths = (3, 9, 14, 6, 11, 4, 7)
+    lengths = (2, 5, 8, 4, 6, 3, 4)
     requests = [
         add(engine, [(5 * i + j) % 250 for j in range(3 + i)], greedy(length, ignore_eos=True))
         for i, length in enumerate(lengths)
@@ -150,7 +150,7 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     runner.stream = RowStream([3])
     kinds: list[dict[str, Any]] = [{"top_k": 9}, {"frequency_penalty": 0.9}, {}]
     params = [
-        SamplingParams(max_new_tokens=7, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(kinds)
+        SamplingParams(max_new_tokens=6, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(kinds)
     ]
     requests = [add(engine, [5 + i, 6, 7], each) for i, each in enumerate(params)]
     decode, passes = runner._decode, iter(range(100))
@@ -172,8 +172,8 @@ def test_guesses_are_verified_by_the_paged_kernel() -> None:
     model = tiny_model()
     options = {"max_batch_size": 3, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 8}
     engine = build("phase10_speculative", model, draft_length=4, draft_rows=12, **options)
-    prompts = [[5, 6, 7, 8] * 4, [9, 1] * 6, list(range(40, 60))]
-    params = [greedy(16, ignore_eos=True), greedy(16, ignore_eos=True, frequency_penalty=0.2)]
+    prompts = [[5, 6, 7, 8] * 3, [9, 1] * 4, list(range(40, 52))]
+    params = [greedy(9, ignore_eos=True), greedy(9, ignore_eos=True, frequency_penalty=0.2)]
     requests = [add(engine, prompt, params[i % 2]) for i, prompt in enumerate(prompts)]
     assert_answered(run(engine), requests, model)
     assert engine.telemetry.counters.draft_tokens > 10
