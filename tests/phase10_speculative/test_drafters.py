@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.request import Request, SamplingParams
-from phase10_speculative.drafters import Dictionary, NgramDrafter
+from phase10_speculative.drafters import MOST_TOKENS, Dictionary, NgramDrafter
 from phase10_speculative.scheduler import MOST_SALTS
 from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
 from tests.support.engines import build, greedy, run
@@ -113,3 +113,13 @@ def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> No
     for number in range(MOST_SALTS):
         guesses(f"tenant {number}")
     assert guesses("a") == [], "the longest unused texts are dropped"
+
+
+def test_a_dictionary_of_finished_texts_is_bounded() -> None:
+    shared = Dictionary()
+    shared.add(list(range(MOST_TOKENS + 1)))
+    reading = NgramDrafter([7, 8], shared=shared)
+    assert reading.propose([7, 8], 2) == [9, 10]
+    shared.add([1, 2, 3])
+    assert shared.text == [1, 2, 3], "it begins anew"
+    assert reading.propose([7, 8, 9], 2) == [10, 11], "a drafter that reads the old texts continues"

@@ -20,6 +20,8 @@ from tests.support.engines import (
     chained,
     greedy,
     run,
+    text_of,
+    tokens_of,
 )
 from tests.support.streams import by_rule, guessing
 
@@ -56,6 +58,24 @@ def test_right_guesses_save_passes(guess: object, most: int) -> None:
     assert engine.telemetry.counters.passes <= most
     end = request.accepted_tokens, request.draft_tokens
     assert (end[0] > 40) if guess is RIGHT else end[0] == 0 < end[1]
+
+
+def test_a_stop_string_within_accepted_guesses_ends_the_answer() -> None:
+    def letters(token_ids: list[int]) -> int:
+        return ord("a") + len(token_ids) % 26
+
+    params = greedy(30, stop=("kl",), ignore_eos=True)
+    answers = []
+    for engine in (
+        build("phase9_pipelined", RememberingModel(rule=letters)),
+        guessing(by_rule(letters, wrong_at=lambda _: False), RememberingModel(rule=letters), draft_length=7),
+    ):
+        request = add(engine, "prompt", params)
+        outputs = run(engine)
+        answers.append((tokens_of(outputs, request), text_of(outputs, request), request.finish_reason))
+        assert_all_free(engine)
+    assert answers[0] == answers[1]
+    assert answers[0][1:] == ("ghij", "stop")
 
 
 def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_would_have_been_right() -> None:
