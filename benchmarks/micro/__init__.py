@@ -42,7 +42,6 @@ ENTRIES = {
     "gpu_steps": Entry("decode steps of phases 5 to 10 on a GPU, beside a roofline", "gpu_steps.steps"),
     "half_precision": Entry("real models in bfloat16, beside float32", "half_precision.accuracy"),
     "int8_accuracy": Entry("real models with int8 weights, beside bfloat16", "int8.accuracy"),
-    "int8_parts": Entry("where a decode step of one sequence goes", "int8.parts"),
     "int8_speed": Entry("products and passes with int8 weights, beside bfloat16", "int8.speed"),
     "kv_cache": Entry("the next token with a KV cache and without", "kv_cache.steps"),
     "offline": Entry("output tokens a second offline, by nano-vllm's benchmark", "offline.throughput"),

@@ -1,8 +1,7 @@
 """Decode steps of phases 5 to 10 by the number of sequences, beside the least time that the device allows.
 
 All engines share one model. The time is that of `Engine.step` while all sequences decode, text and stop decisions
-included. Two more numbers come from steps under torch's profiler: the kernels that were launched in a step, and the
-share of an ordinary step's time in which the GPU computes.
+included.
 
 ```text
 eager       kernels are launched from Python, one by one
@@ -18,30 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.micro import Dtype, say
-from benchmarks.micro.batch_size import Machine, work_of
-from benchmarks.micro.on_device import (
-    KernelCounter,
-    Loaded,
-    decode,
-    describe,
-    free_unused,
-    measure_machine,
-    prompts_of,
-)
-from benchmarks.tables import Cell, MeasuredTable
+from benchmarks.micro.batch_size import work_of
+from benchmarks.micro.on_device import Loaded, decode, describe, free_unused, measure_machine, prompts_of
+from benchmarks.tables import MeasuredTable
 from common.devices.streams import CudaStream
 from common.engine.engine import Engine
 
-COLUMNS = [
-    "way",
-    "sequences",
-    "step, ms",
-    "slowest, ms",
-    "tokens / s",
-    "share of the roofline",
-    "GPU busy",
-    "launches a step",
-]
+COLUMNS = ["way", "sequences", "step, ms", "slowest, ms", "tokens / s", "share of the roofline"]
 
 #: Each way to run decode steps, the most important first: the phase and its options.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,26 +36,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "6 eager": ("6", {}),
     "5 eager": ("5", {}),
 }
-
-
-def measure(
-    loaded: Loaded, machine: Machine, engine: Engine, count: int, prompt_tokens: int, new_tokens: int
-) -> list[Cell]:
-    """Decode a batch twice. The second time, the profiler counts the kernels of a few steps.
-
-    Returns:
-        The cells of the batch's row, without its first two (way and sequences).
-    """
-    prompts = prompts_of(count, prompt_tokens, loaded.model.config.vocab_size)
-    found, counter = decode(engine, prompts, new_tokens), KernelCounter()
-    decode(engine, prompts, new_tokens, counter=counter)
-    bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
-    # The share counts tokens, not steps: a step of phase 10 may give a sequence several tokens.
-    share = found.tokens_per_s * bound_ms / 1e3 / count
-    seen = counter.launches > 0 and counter.passes > 0
-    busy = counter.seconds / counter.passes * found.passes / sum(found.seconds) if seen else None
-    launches = round(counter.launches / counter.passes) if seen else None
-    return [found.step_s * 1e3, max(found.seconds) * 1e3, found.tokens_per_s, share, busy, launches]
 
 
 def failed_captures(engine: Engine) -> list[str]:
@@ -115,8 +77,14 @@ def steps(
             phase, num_blocks=blocks, enable_prefix_caching=False, prefill_chunk_size=2048, **settings
         )
         for count in sequences:
-            cells = measure(loaded, machine, engine, count, prompt_tokens, new_tokens)
-            table.rows.append([way, count, *cells])
+            found = decode(
+                engine, prompts_of(count, prompt_tokens, loaded.model.config.vocab_size), new_tokens
+            )
+            bound_ms = max(work_of(loaded.model, count, prompt_tokens + new_tokens // 2).bounds_ms(machine))
+            # The share counts tokens, not steps: a step of phase 10 may give a sequence several tokens.
+            share = found.tokens_per_s * bound_ms / 1e3 / count
+            step_ms, slowest_ms = found.step_s * 1e3, max(found.seconds) * 1e3
+            table.rows.append([way, count, step_ms, slowest_ms, found.tokens_per_s, share])
             yield table
         if failed := failed_captures(engine):
             say(f"phase {way}: graphs that could not be captured: {failed}")

@@ -1,4 +1,4 @@
-"""int8 weights beside bfloat16: the time of products and passes, the parts of a step, and the loss of accuracy.
+"""int8 weights beside bfloat16: the time of products and passes, and the loss of accuracy.
 
 Models with both kinds of weights are timed in turns in one run. Recordings of products and passes are played
 (`kernels.tape`), so that no Python runs between operators. The machine's bandwidth is measured in the same run, by
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.micro import in_turns, say
 from benchmarks.micro.passes import CONTEXT, PROMPT, Passes, Run, load_unpacked, milliseconds
@@ -35,17 +33,6 @@ BF16, INT8 = "bfloat16", "int8"
 READ_BYTES = 2**29  # far more than any cache holds
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_ROWS = 128  # positions whose logits are in memory at a time
-
-#: The row of the table to which each operator's time is added. All other operators are added to `REST`.
-PARTS = {
-    "infer::gated_linear": "gate and up, activated",
-    "infer::linear": "other products",
-    "infer::attention": "attention",
-    "infer::fused_add_rms_norm": "norms",
-    "infer::rms_norm": "norms",
-    "infer::rope": "rope",
-}
-REST = "all else"
 
 
 def load_both(name: str, positions: int) -> dict[str, CausalLM]:
@@ -142,41 +129,6 @@ def speed(
         setup=setup | {"context of a decoded token": f"{CONTEXT} tokens"},
         columns=["pass", "bfloat16, ms", "int8, ms", "int8 / bfloat16"],
         rows=table,
-    )
-
-
-def parts(model: str = "dummy:llama-135m", repeats: int = 30) -> Iterator[MeasuredTable]:
-    """Profile a decode step of one sequence, operator by operator.
-
-    The profiler adds about a microsecond to each operator. The last row is the step without it.
-    """
-    columns: list[dict[str, float]] = []
-    calls: dict[str, float] = defaultdict(float)
-    for kind, loaded in load_both(model, CONTEXT + 1).items():
-        passes = Passes(loaded, (1,))
-        step = passes.taped(*passes.decode(1))
-        step()
-        found: dict[str, float] = defaultdict(float)
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            for _ in range(repeats):
-                step()
-        for each in profiled.key_averages():
-            part = PARTS.get(each.key, REST)
-            found[part] += each.self_cpu_time_total / 1e3 / repeats
-            calls[part] += each.count / repeats * (kind == BF16)
-        found["the step, not profiled"] = statistics.median(milliseconds(step, 20) for _ in range(5))
-        columns.append(found)
-    names = [*dict.fromkeys(PARTS.values()), REST, "the step, not profiled"]
-    yield MeasuredTable(
-        name="int8_parts",
-        title="where a step of one sequence goes",
-        setup={"model": model, "context": f"{CONTEXT} tokens", "mean of": f"{repeats} steps"},
-        columns=["part", "operators", "bfloat16, ms", "int8, ms"],
-        rows=[
-            [name, round(calls[name]) or None, *(found[name] for found in columns)]
-            for name in names
-            if any(found[name] for found in columns)
-        ],
     )
 
 

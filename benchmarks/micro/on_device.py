@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ COPIED_BYTES = 2**30
 PEAK_SIZE = 8192  # sides of a product in which nearly all time is arithmetic
 
 WARM_STEPS = 4
-COUNTED_STEPS = 2  # steps whose kernels are counted
 # Steps left out at the end: the last step of phases 9 and 10 already launches a pass of fewer sequences, and may
 # capture a graph for it.
 LAST_STEPS = 1
@@ -72,12 +71,10 @@ class DecodeSteps(NamedTuple):
     Attributes:
         seconds: the duration of each step.
         tokens: the number of tokens generated in all these steps together.
-        passes: the number of passes launched in all these steps together.
     """
 
     seconds: list[float]
     tokens: int
-    passes: int
 
     @property
     def step_s(self) -> float:
@@ -88,18 +85,8 @@ class DecodeSteps(NamedTuple):
         return self.tokens / sum(self.seconds)
 
 
-def decode(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    *,
-    counter: KernelCounter | None = None,
-) -> DecodeSteps:
+def decode(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> DecodeSteps:
     """Serve prompts of the same length together, each with exactly `new_tokens` greedy tokens.
-
-    Args:
-        counter: counts the kernels and the passes of `COUNTED_STEPS` steps, and slows them down. No pass is in
-            flight when the counting begins. (A step of phase 10 may launch no pass.)
 
     Returns:
         The steps after every sequence has its first token and before any sequence ends, without the first
@@ -113,7 +100,6 @@ def decode(
     freeze_objects()  # as a server does; otherwise garbage collections would be timed, too
     begun: set[str] = set()
     counts: list[int] = []
-    passes: list[int] = []
     seconds: list[float] = []
     ended = False
     before_s = time.perf_counter()
@@ -128,19 +114,12 @@ def decode(
         if all_decode and not ended:
             counts.append(sum(output.token_id is not None for output in outputs))
             seconds.append(now_s - before_s)
-            passes.append(engine.telemetry.latest.passes)
-            if counter is not None and len(counts) == WARM_STEPS:
-                counter.start()
-            elif counter is not None and len(counts) == WARM_STEPS + COUNTED_STEPS:
-                counter.stop()
-                counter.passes = sum(passes[WARM_STEPS:])
         begun |= {output.request_id for output in outputs}
         before_s = time.perf_counter()
-    needed = WARM_STEPS + (COUNTED_STEPS if counter is not None else 1)
-    if len(counts) < needed + LAST_STEPS:
+    if len(counts) <= WARM_STEPS + LAST_STEPS:
         raise ValueError(f"{new_tokens} new tokens are too few to time decode steps")
     timed = slice(WARM_STEPS, -LAST_STEPS)
-    return DecodeSteps(seconds[timed], sum(counts[timed]), sum(passes[timed]))
+    return DecodeSteps(seconds[timed], sum(counts[timed]))
 
 
 def seconds_of(run: Callable[[], object], times: int = 5) -> float:
@@ -191,44 +170,6 @@ def measure_machine(dtype: torch.dtype) -> Machine:
     x, weight = (torch.randn(PEAK_SIZE, PEAK_SIZE, device=DEVICE, dtype=dtype) for _ in range(2))
     product_s = seconds_of(lambda: x @ weight, 10)
     return Machine(2 * COPIED_BYTES / copy_s, 2 * PEAK_SIZE**3 / product_s)
-
-
-class KernelCounter:
-    """Counts the kernels and copies of a GPU between `start` and `stop`, by torch's profiler.
-
-    Attributes:
-        launches: the number of kernels and copies; 0 without a GPU, or if the profiler sees no work of the GPU.
-        passes: the number of passes that the counted steps launched. `decode` sets it.
-        seconds: the time in which at least one of them ran. They may overlap (`kernels.overlap`).
-    """
-
-    def __init__(self) -> None:
-        self.launches = self.passes = 0
-        self.seconds = 0.0
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-
-    def start(self) -> None:
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-            self._profile.start()
-
-    def stop(self) -> None:
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-            self._profile.stop()
-            events: Any = self._profile.events()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            ranges = [event.time_range for event in events if event.device_type.name == "CUDA"]
-            self.launches += len(ranges)
-            self.seconds += covered((each.start, each.end) for each in ranges) / 1e6
-
-
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, each with its start and end."""
-    length, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        length += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return length
 
 
 def free_unused() -> None:

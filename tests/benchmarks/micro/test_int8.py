@@ -30,15 +30,6 @@ def test_products_and_passes_have_a_time_for_each_kind() -> None:
     assert passes.rows[0][3] == pytest.approx(0.5)  # the bytes of the panels
 
 
-def test_every_operator_of_a_step_is_in_a_part() -> None:
-    (table,) = int8.parts(model="zoo:llama-tiny", repeats=2)
-    calls = {row[0]: row[1] for row in table.rows}
-    layers = 1 + max(index for index, _ in enumerate(load(zoo("llama-tiny")).layers))
-    assert calls["gate and up, activated"] == layers
-    assert calls["other products"] == 3 * layers + 1
-    assert calls["attention"] == layers
-
-
 def test_two_models_are_compared_as_their_logits_say() -> None:
     models = int8.load_both("zoo:llama-tiny", 300)
     ids = draw_ids(290, 500)
