@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.micro import int8
 from kernels import native
-from tests.support.models import draw_ids, load, solo_logits, zoo
+from tests.support.models import draw_ids, solo_logits
 
 pytestmark = pytest.mark.skipif(
     not native.is_loaded() or not native.has_products(torch.bfloat16), reason="no native kernels here"
