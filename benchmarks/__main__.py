@@ -172,6 +172,11 @@ def _load_options() -> argparse.ArgumentParser:
 # ---------------------------------------------------------------------------------------------- commands
 
 
+def exit_code(runs: Sequence[Run]) -> int:
+    """Return 0 if every run is complete, else 1."""
+    return 0 if all(run.status == "ok" for run in runs) else 1
+
+
 def _compare(options: argparse.Namespace, console: Console) -> int:
     setup = Setup(
         model=options.model,
@@ -238,13 +243,7 @@ def _measure(
         trace=options.trace,
         show=report if options.all else summary,
     )
-    runs = compare(comparison, console)
-    return exit_code(runs)
-
-
-def exit_code(runs: Sequence[Run]) -> int:
-    """Return 0 if every run is complete, else 1."""
-    return 0 if all(run.status == "ok" for run in runs) else 1
+    return exit_code(compare(comparison, console))
 
 
 def _publish(options: argparse.Namespace, console: Console) -> int:
@@ -298,7 +297,7 @@ def parse_workloads(names: str) -> list[Workload]:
 
 
 def targets_of(setup: Setup, phases: str | None, variants: Sequence[str]) -> list[Target]:
-    """Return the servers to start that `--phases` and `--variant` name. Without both options, return every phase.
+    """Return the servers that `--phases` and `--variant` name; without both options, every phase.
 
     Raises:
         StartupError: there is no such phase.
@@ -312,28 +311,20 @@ def targets_of(setup: Setup, phases: str | None, variants: Sequence[str]) -> lis
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Options]:
-    """Parse `6:num-blocks=512` into `{"6": {"num-blocks": "512"}}`.
-
-    Raises:
-        ValueError: a text in `given` does not have that form.
-    """
+    """Parse `6:num-blocks=512` into `{"6": {"num-blocks": "512"}}`. Raises ValueError as `parse_variant` does."""
     found: dict[str, Options] = {}
     for text in given:
-        phase, options = _phase_and_options("--option", text)
+        phase, options = parse_variant(text, flag="--option")
         found.setdefault(phase, {}).update(options)
     return found
 
 
-def parse_variant(text: str) -> tuple[str, Options]:
+def parse_variant(text: str, *, flag: str = "--variant") -> tuple[str, Options]:
     """Parse `7:prefill-chunk-size=64,no-mixed-batches` into a phase and its options. A flag's value is empty.
 
     Raises:
-        ValueError: `text` does not have that form.
+        ValueError: `text` does not have that form; the message names the command line's `flag`.
     """
-    return _phase_and_options("--variant", text)
-
-
-def _phase_and_options(flag: str, text: str) -> tuple[str, Options]:
     phase, _, options = text.partition(":")
     if not (phase and options):
         raise ValueError(f"{flag} {text}: expected PHASE:NAME=VALUE, such as 7:prefill-chunk-size=64")

@@ -84,14 +84,11 @@ def compare(comparison: Comparison, console: Console) -> list[Run]:
         _run_all(comparison, console, runs, total)
     finally:  # also if the user stops the comparison half-way
         if comparison.out is not None and runs:
-            console.print(_written(len(runs), total, comparison.out), soft_wrap=True, highlight=False)
+            said = f"{len(runs)} runs written to {comparison.out}"
+            if len(runs) < total:
+                said = f"{len(runs)} of {total} runs written to {comparison.out}; figures and pages leave them out"
+            console.print(said, soft_wrap=True, highlight=False)
     return runs
-
-
-def _written(count: int, total: int, out: Path) -> str:
-    if count == total:
-        return f"{count} runs written to {out}"
-    return f"{count} of {total} runs written to {out}; figures and pages leave out what was cut short"
 
 
 def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: int) -> None:

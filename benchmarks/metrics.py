@@ -73,9 +73,6 @@ def summarize(
     Latencies and throughput are those of completed requests; `errors` and `slo_attainment` count all.
 
     Args:
-        records: the requests of one run.
-        slo_ttft_s: objective for the first token, in seconds.
-        slo_itl_s: objective for the gaps between tokens, in seconds.
         full_length: whether answers must have `max_tokens` tokens; if so, `short` counts shorter answers.
     """
     done = [record for record in records if record.error is None]

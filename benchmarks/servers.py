@@ -57,8 +57,6 @@ class Setup:
 
 BLOCK_SIZE = 16
 SEQUENCES_PER_SLOT = 3  # paged phases compute this many sequences in the memory of one full-length slot
-
-
 FIRST_WITH_BLOCKS = 6  # earlier phases reserve memory of full length for each sequence
 
 
@@ -108,10 +106,8 @@ class Target:
 
 
 def find_phase_module(name: str) -> str:
-    """Find the module of a phase by its number (`4`), a part of its name (`static`) or its full name
-    (`phase4_static`).
-
-    No phase is imported here, because each runs in a process of its own.
+    """Return the module of a phase by its number (`4`), a part of its name (`static`) or its full name, without
+    importing it.
 
     Raises:
         StartupError: no phase, or more than one, has that name.
@@ -137,8 +133,6 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
     """Return how to start a phase so that it can be compared with the other phases.
 
     Args:
-        name: number, word or module.
-        setup: the options that all servers have in common.
         variant: the options of this column of a sweep.
         place: the number of the column in the sweep, from 1; 0 without a variant.
 
@@ -171,7 +165,6 @@ def copy_target(text: str, setup: Setup) -> Target:
 
     Args:
         text: the phase and the folder, such as `5=learn/phase5`.
-        setup: the options that all servers have in common.
 
     Raises:
         StartupError: there is no such phase, or no such folder.
@@ -353,8 +346,7 @@ def served_model(client: httpx.Client, url: str) -> str:
 def server_version(client: httpx.Client, url: str) -> dict[str, Any] | None:
     """Return the JSON object that a server answers at /version; None if there is no such answer."""
     try:
-        response = client.get(f"{url}/version")
-        version = response.json() if response.status_code == 200 else None
+        version = client.get(f"{url}/version").raise_for_status().json()
     except (httpx.HTTPError, ValueError):
         return None
     return version if isinstance(version, dict) else None

@@ -27,7 +27,7 @@ from typing import Literal, Protocol
 
 from benchmarks.chats import CHATS
 from common.errors import StartupError
-from common.text.chat_template import ChatTemplate
+from common.text.tokenizer import Tokenizer
 from zoo.text import plain_document
 
 Arrivals = Literal["burst", "sequential", "uniform", "poisson", "turns"]
@@ -86,12 +86,6 @@ class Workload:
         turns_before = (self.turns - 1) / 2
         return self.shared_prefix + own + turns_before * (own + self.new_tokens.mean)
 
-    @property
-    def longest(self) -> int:
-        """Return the number of tokens of the longest possible request, prompt and answer together."""
-        own = max(lengths.high for _, lengths in self.prompts)
-        return self.shared_prefix + self.turns * (own + self.new_tokens.high)
-
     def count(self, *, quick: bool) -> int:
         """Return the number of requests. A quick run sends a quarter of them, but at least four (or all, if there
         are fewer)."""
@@ -141,17 +135,6 @@ class PlannedRequest:
 
 
 # ---------------------------------------------------------------------------------------------- prompts
-
-
-class Tokenizer(Protocol):
-    """The methods of `common.text.tokenizer.Tokenizer` that prompts are made with."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], /) -> str: ...
-
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
 
 
 _BEFORE = "\ue000"  # stands for the messages before, whose text does not matter
@@ -208,31 +191,21 @@ class PromptWriter:
 def send_times(arrivals: Arrivals, count: int, rate: float | None, rng: random.Random) -> list[float]:
     """Return the times at which requests are sent, in seconds after the start, in order.
 
+    `poisson` is a Poisson process, given that `count` requests come in `count / rate` seconds: all gaps are
+    stretched by one factor that makes their mean exact. Without it, forty-eight requests would come up to a third
+    too fast or too slow, depending on the seed.
+
     Args:
-        arrivals: the pattern.
-        count: how many requests.
         rate: requests per second; patterns without a rate ignore it.
-        rng: the generator for random patterns.
     """
-    match arrivals:
-        case "uniform":
-            return [index / (rate or 1.0) for index in range(count)]
-        case "poisson":
-            return _poisson(count, rate or 1.0, rng)
-        case _:
-            return [0.0] * count
-
-
-def _poisson(count: int, rate: float, rng: random.Random) -> list[float]:
-    """Draw a Poisson process, given that `count` requests come in `count / rate` seconds.
-
-    The gaps, including the gap after the last request, are exponential. All are stretched by one factor that makes
-    their mean exact. Without this factor, forty-eight requests would come up to a third too fast or too slow,
-    depending on the seed.
-    """
-    gaps = [rng.expovariate(1.0) for _ in range(count)]
-    stretch = count / (rate * sum(gaps))
-    return list(itertools.accumulate((gap * stretch for gap in gaps[1:]), initial=0.0))
+    rate = rate or 1.0
+    if arrivals == "uniform":
+        return [index / rate for index in range(count)]
+    if arrivals == "poisson":
+        gaps = [rng.expovariate(1.0) for _ in range(count)]
+        stretch = count / (rate * sum(gaps))
+        return list(itertools.accumulate((gap * stretch for gap in gaps[1:]), initial=0.0))
+    return [0.0] * count
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -256,8 +229,6 @@ def build(
     """Build the requests of a workload, in the order of their `index`.
 
     Args:
-        workload: a kind of traffic, from `workloads.toml`.
-        writer: makes the prompts.
         seed: another seed draws other lengths, texts and arrivals.
         factor: arrival rates are multiplied by this; the pattern stays the same.
         quick: whether to build a quarter of the requests (`Workload.count`).

@@ -83,14 +83,11 @@ def create_app(generate_ids: Generate, model: str) -> Starlette:
         yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": tokens}})
         yield b"data: [DONE]\n\n"
 
-    def always(content: dict[str, Any]) -> Callable[[HttpRequest], Response]:
-        return lambda _: JSONResponse(content)
-
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/models", always({"object": "list", "data": [{"id": model, "object": "model"}]})),
-            Route("/health", always({"status": "ok"})),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": model}]})),
+            Route("/health", lambda _: JSONResponse({"status": "ok"})),
         ]
     )
 

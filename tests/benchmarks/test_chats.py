@@ -13,16 +13,6 @@ from common.models.registry import ZOO
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
 
-# name: requests, the longest answer, arrivals, rate
-TABLE = {
-    "questions": (32, 256, "uniform", 4.0),
-    "code_edits": (32, 256, "burst", None),
-    "edits_in_turn": (10, 256, "sequential", None),
-    "long_documents": (32, 256, "poisson", 6.0),
-    "shared_document": (32, 256, "uniform", 8.0),
-    "chats": (32, 128, "turns", None),
-}
-
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
@@ -31,20 +21,6 @@ def tokenizer() -> Tokenizer:
 
 def texts(writer: PromptWriter, plan: list[PlannedRequest]) -> list[str]:
     return [writer.as_text(request.token_ids) for request in plan]
-
-
-@pytest.mark.parametrize("name", CHAT_WORKLOADS)
-def test_counts_and_limits(name: str, writer: PromptWriter) -> None:
-    requests, longest, arrivals, rate = TABLE[name]
-    workload = CHAT_WORKLOADS[name]
-    plan = build(workload, writer, seed=3)
-    assert [request.index for request in plan] == list(range(requests))
-    assert (workload.arrivals, workload.rate) == (arrivals, rate)
-    assert max(request.max_tokens for request in plan) <= longest
-    for request in plan:
-        before = 0 if request.follows is None else plan[request.follows].prompt_tokens
-        answer = 0 if request.follows is None else plan[request.follows].max_tokens
-        assert before + answer + len(request.token_ids) == request.prompt_tokens
 
 
 @pytest.mark.parametrize("name", CHAT_WORKLOADS)
@@ -99,7 +75,7 @@ def test_the_template_writes_a_system_prompt_once(tokenizer: Tokenizer) -> None:
         encode = staticmethod(tokenizer.encode)
         decode = staticmethod(tokenizer.decode)
 
-    writer = PromptWriter(WithSystemPrompt())
+    writer = PromptWriter(WithSystemPrompt())  # type: ignore[arg-type]  # it has what a writer needs
     assert tokenizer.decode(writer.message("Hello.")) == "[Be kind.]<user>Hello.</s>\n<assistant>"
     later = tokenizer.decode(writer.message("More.", continues=True))
     assert later == "\n<user>More.</s>\n<assistant>"
@@ -112,7 +88,7 @@ def test_a_model_without_a_template_is_refused(tokenizer: Tokenizer) -> None:
         decode = staticmethod(tokenizer.decode)
 
     with pytest.raises(StartupError, match="needs a model that chats"):
-        build(CHAT_WORKLOADS["questions"], PromptWriter(Plain()))
+        build(CHAT_WORKLOADS["questions"], PromptWriter(Plain()))  # type: ignore[arg-type]
 
 
 def test_three_of_four_bring_a_document_of_their_own_order(writer: PromptWriter) -> None:
@@ -130,12 +106,6 @@ def test_a_shared_document_stands_before_every_question(writer: PromptWriter) ->
         assert found
         assert "Quote the sentences" not in before
         assert "Quote the sentences" in question
-
-
-def test_code_is_sent_whole(writer: PromptWriter) -> None:
-    pieces = [piece.strip() for piece in read("code.txt").split("---\n")]
-    for text in texts(writer, build(CHAT_WORKLOADS["code_edits"], writer)):
-        assert sum(piece in text for piece in pieces) == 1
 
 
 @pytest.mark.parametrize("kind", CHATS)

@@ -68,18 +68,6 @@ def test_the_same_results_give_the_same_bytes(results: Path, drawn: dict[str, by
     assert redraw(results) == drawn
 
 
-@pytest.mark.slow
-def test_other_results_give_other_figures(results: Path, drawn: dict[str, bytes]) -> None:
-    """Requests and steps are changed so that every figure changes."""
-    run = make_run("phase 5", 5, gap_s=0.03)
-    assert run.engine_steps is not None
-    run.engine_steps["kv_used_tokens"] = [value + 200 for value in run.engine_steps["kv_used_tokens"]]
-    run.engine_steps["idle_rows"] = [50] * 12
-    save(results, run)
-    again = redraw(results)
-    assert [name for name in drawn if drawn[name] == again[name]] == []
-
-
 def test_figures_go_with_their_results_and_strangers_stay(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from benchmarks.workloads import WORKLOADS, Lengths, PromptWriter, build, identical_requests, send_times
+from benchmarks.workloads import WORKLOADS, PromptWriter, build, identical_requests, send_times
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -16,6 +16,7 @@ def test_lengths_and_counts(name: str, writer: PromptWriter) -> None:
     workload = WORKLOADS[name]
     plan = build(workload, writer, seed=3)
     assert len(plan) == workload.requests
+    assert len(build(workload, writer, quick=True)) == max(min(workload.requests, 4), workload.requests // 4)
     assert [request.index for request in plan] == list(range(workload.requests))
     own = [range(lengths.low, lengths.high + 1) for _, lengths in workload.prompts]
     for request in plan:
@@ -25,16 +26,7 @@ def test_lengths_and_counts(name: str, writer: PromptWriter) -> None:
         assert before + answer + len(request.prompt) == request.prompt_tokens
         assert any(len(request.prompt) - workload.shared_prefix in lengths for lengths in own)
         assert workload.new_tokens.low <= request.max_tokens <= workload.new_tokens.high
-        assert request.prompt_tokens + request.max_tokens <= workload.longest
         assert all(0 <= token_id < 2048 for token_id in request.prompt)
-
-
-def test_lengths_use_the_whole_range() -> None:
-    """Both ends are drawn, and the mean is the middle, as in a uniform distribution."""
-    rng = random.Random(0)
-    drawn = [Lengths(32, 1024).draw(rng) for _ in range(50_000)]
-    assert (min(drawn), max(drawn)) == (32, 1024)
-    assert statistics.mean(drawn) == pytest.approx(528, rel=0.01)
 
 
 def test_chunked_prefill_has_its_shares_exactly(writer: PromptWriter) -> None:
@@ -96,20 +88,6 @@ def test_a_factor_moves_send_times_and_nothing_else(writer: PromptWriter) -> Non
     table, faster = build(workload, writer), build(workload, writer, factor=4.0)
     assert [request.send_at_s for request in faster] == pytest.approx([r.send_at_s / 4 for r in table])
     assert [(r.prompt, r.max_tokens) for r in faster] == [(r.prompt, r.max_tokens) for r in table]
-
-
-def test_quick_has_fewer_requests_of_the_same_kind(writer: PromptWriter) -> None:
-    counts = {name: len(build(workload, writer, quick=True)) for name, workload in WORKLOADS.items()}
-    assert counts == {
-        "single": 1,
-        "mixed": 4,
-        "baseline": 4,
-        "continuous_batching": 8,
-        "paged_attention": 12,
-        "chunked_prefill": 12,
-        "prefix_caching": 12,
-        "multi_turn": 12,
-    }
 
 
 def test_arrivals_that_are_not_random() -> None:
