@@ -302,12 +302,27 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         use = self.tool_use
         return [self.render(self.turns, dialect, () if use is None else use.shown)]
 
+    def field_of(self, param: str) -> str:
+        return {"prompt": "messages"}.get(param, param)
+
     def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:
+        """Return the path of the field that restricts the answer, and its grammar; None: the answer is any text.
+
+        Raises:
+            InvalidRequestError: the dialect has no syntax for the tool calls that the request asks for, or their
+                grammar would be too long.
+        """
         return self._grammar_of(self.tool_use, dialect)
 
     def usable_grammar(
         self, dialect: Dialect, check: Callable[[Grammar], None]
     ) -> tuple[str, Grammar] | None:
+        """Return what `grammar_in` returns. But calls need not follow a schema that no grammar can follow, unless a
+        call is required. `check` raises InvalidGrammarError for a grammar that cannot be used, and may block.
+
+        Raises:
+            InvalidRequestError: as `grammar_in`; InvalidGrammarError: a required call has such a schema.
+        """
         use = self.tool_use
 
         def checked(use: ToolUse | None) -> tuple[str, Grammar] | None:

@@ -34,6 +34,7 @@ from common.hosting.async_engine import EngineWorker, RequestStream
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.api.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
+from common.server.api.conversation import ConversationRequest
 from common.server.api.lanes import Admission
 from common.server.api.stream import while_connected
 from common.server.api.wanted import GenerationRequest
@@ -150,6 +151,8 @@ class Intake:
 
         If calls follow schemas, the grammar is tried here unless it is known, in the lane `compiling`.
         """
+        if not isinstance(wanted, ConversationRequest):
+            return wanted.named_grammar
         grammars, use = self._engine.grammars, wanted.tool_use
         if use is None or not use.followed:
             return wanted.grammar_in(self._dialect)

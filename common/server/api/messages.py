@@ -319,6 +319,8 @@ class MessagesRequest(ConversationRequest):
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             self.chat_template_kwargs = {"enable_thinking": thinks} | (self.chat_template_kwargs or {})
+        if self.stop_sequences:
+            self.stop = [*self.stop_strings, *self.stop_sequences]
         user = (self.metadata or {}).get("user_id")
         if isinstance(user, str):
             self.user = user[:256]
@@ -338,16 +340,8 @@ class MessagesRequest(ConversationRequest):
         return self.max_tokens
 
     @property
-    def reported_logprobs(self) -> int | None:
-        return None
-
-    @property
     def hints(self) -> dict[str, str | None]:
         return {"reasoning_effort": None if self.output_config is None else self.output_config.effort}
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (*super().stop_strings, *(self.stop_sequences or ()))
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
@@ -355,9 +349,6 @@ class MessagesRequest(ConversationRequest):
         if form is None:
             return super().named_grammar
         return "output_config.format.schema", Grammar.json_schema(form.schema_)
-
-    def field_of(self, param: str) -> str:
-        return {"prompt": "messages"}.get(param, param)
 
     def _check_fields(self) -> None:
         super()._check_fields()

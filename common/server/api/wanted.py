@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -255,7 +255,7 @@ class GenerationRequest(Body):
     @property
     def reported_logprobs(self) -> int | None:
         """The number of most likely tokens to report with each sampled token; None: no log-probabilities."""
-        raise NotImplementedError
+        return None
 
     @property
     def scored_prompt(self) -> int | None:
@@ -292,32 +292,6 @@ class GenerationRequest(Body):
     def tool_use(self) -> ToolUse | None:
         """The tools that the answer may call; None: it may call none."""
         return None
-
-    def grammar_in(self, dialect: Dialect) -> tuple[str, Grammar] | None:  # noqa: ARG002 - of tool calls
-        """Return the path of the field that restricts the answer, and its grammar; None: the answer is any text.
-
-        Raises:
-            InvalidRequestError: the dialect has no syntax for the tool calls that the request asks for, or their
-                grammar would be too long.
-        """
-        return self.named_grammar
-
-    def usable_grammar(
-        self,
-        dialect: Dialect,
-        check: Callable[[Grammar], None],  # noqa: ARG002 - of tool calls
-    ) -> tuple[str, Grammar] | None:
-        """Return what `grammar_in` returns. But calls need not follow a schema that no grammar can follow, unless a
-        call is required. Blocks.
-
-        Args:
-            dialect: the model's dialect.
-            check: raises InvalidGrammarError for a grammar that cannot be used, and may block.
-
-        Raises:
-            InvalidRequestError: as `grammar_in`; InvalidGrammarError: a required call has such a schema.
-        """
-        return self.grammar_in(dialect)
 
     # ------------------------------------------------------------------ the same for all bodies
 
