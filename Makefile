@@ -150,7 +150,7 @@ bench: .venv/full
 	$(BIN)/python -m benchmarks compare --quick --workload mixed,continuous_batching
 
 # Needs no installation: on a borrowed machine nothing can be downloaded. If a part fails or takes too long, the others
-# run all the same. Tables are written row by row.
+# run all the same. Tables are written row by row. Most tests wait for a compiler: with pytest-xdist, ARGS="-n 8".
 GPU = timeout 480 $(GPU_PYTHON) -m
 GPU_PARTS := tests steps-llama-3.2-1b attention offline servers steps-qwen3-0.6b steps-llama-3.2-3b
 gpu:
