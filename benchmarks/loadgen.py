@@ -140,11 +140,13 @@ class _Run:
     async def everything(self) -> None:
         """Send all requests at their times. Returns when all have ended or were cancelled by the watchdog."""
         pairs = list(zip(self.plan.requests, self.records, strict=True))
-        jobs: list[Coroutine[Any, Any, None]] = [
-            self._conversation(planned, record) for planned, record in pairs if planned.follows is None
-        ]
+        jobs: list[Coroutine[Any, Any, None]]
         if self.plan.sequential:
             jobs = [self._one_after_the_other(pairs)]
+        else:
+            jobs = [
+                self._conversation(planned, record) for planned, record in pairs if planned.follows is None
+            ]
         tasks = [asyncio.create_task(job) for job in jobs]
         watchdog = asyncio.create_task(self._watch(tasks))
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
