@@ -122,7 +122,7 @@ class Served:
     def response_body(self, **fields: Any) -> dict[str, Any]:
         return {"model": self.model, "input": MESSAGES, "temperature": 0, "max_output_tokens": 8} | fields
 
-    def ask(self, path: str, *, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    def ask(self, path: str, *, headers: Any = None, **fields: Any) -> httpx.Response:
         """Post to a route of completions, of chat or of responses."""
         forms = {"/chat/completions": self.chat_body, "/responses": self.response_body}
         body = next((form for end, form in forms.items() if path.endswith(end)), self.body)

@@ -159,13 +159,15 @@ def test_a_template_reads_variables_and_may_refuse(tmp_path: Path) -> None:
     hello = [{"role": "user", "content": "hello"}]
     with app_of(tmp_path, template) as client:
 
-        def ask(
-            path: str = "/v1/chat/completions", messages: Any = hello, **variables: Any
-        ) -> httpx.Response:
+        def ask(path: str = "/v1/chat/completions", messages: Any = hello, **variables: Any) -> Any:
             sent = {"messages": messages, "chat_template_kwargs": variables}
             return client.post(path, json=sent | ({"max_tokens": 4} if "chat" in path else {}))
 
-        for variables, text in (({"times": 1}, "hellox"), ({"times": 2, "loud": True}, "HELLOxx")):
+        told: list[tuple[dict[str, Any], str]] = [
+            ({"times": 1}, "hellox"),
+            ({"times": 2, "loud": True}, "HELLOxx"),
+        ]
+        for variables, text in told:
             token_ids = open_checkpoint("zoo:llama-tiny").tokenizer().encode(text, add_special_tokens=False)
             assert answer_of(ask(**variables))["usage"]["prompt_tokens"] == len(token_ids)
         assert_error(ask(messages=hello * 2, times=1), 422, "messages", says="one at a time")
