@@ -1,27 +1,23 @@
-"""The HTTP server. A request goes through these modules once, from top to bottom.
-
-From `bodies` to `stream`, the modules import each other in one direction only, which an import contract in
-`pyproject.toml` checks.
+"""The HTTP server. Begin with the walk of a request through it, from socket to socket.
 
 ```text
-socket    http/connections  bounds on the number of connections, and on the time that each may take (`http/framing`:
-                            the HTTP parser, with bounds on a head and on a body's pieces)
-request   http/middleware   answers counted, request ids, API keys, allowed `Host` names
-parse     routes            `JsonRoute` reads the body that an endpoint's function takes
-          api/bodies        bytes to a validated body, or to one error (`api/fields`: fields that are not
-                            implemented)
-endpoint  api/completions, api/chat, api/messages, api/tokens, api/responses
-                            each with its body, its answer and its routes (`api/wanted`, `api/conversation`: fields
-                            that bodies share); `routes.generate` for those that make text
-tokens    api/intake        grammar compiled, places in the queue held, prompt tokenized (`api/lanes`: the threads
-                            for this work)
-inbox     common.hosting    the engine's thread moves requests from the inbox to `Scheduler.waiting`
-step      common.engine.engine
-text      api/answer        outputs of all choices as they come (`api/parts`: answer, thoughts and tool calls, cut
-                            from their text)
-event     the endpoint      an event of a stream, or the JSON answer (`api/shapes`, `api/logprobs`: its objects)
-socket    api/stream        events to the client, until the answer ends or the client leaves
+ 1  http/connections        a connection, with bounds on its number, its time and the pieces of a body
+ 2  http/middleware         counts answers, names the request, checks the API key and the `Host`
+ 3  routes                  `JsonRoute` has the body read for the endpoint's function
+ 4  api/bodies              bytes become a checked body, or one error
+ 5  api/chat                the endpoint (or `completions`, `messages`, `responses`): fields become a prompt
+ 6  api/intake              compiles the grammar, holds places in the queue, tokenizes the prompt
+ 7  hosting/async_engine    submits the requests, and keeps a stream of outputs for each
+ 8  hosting/process         carries messages to the engine's process and back
+ 9  hosting/child           takes messages between two steps
+10  engine/engine           one step after another: `common.engine` has the walk of a token through a step
+    hosting/async_engine    puts each output into its request's stream
+11  api/answer              outputs of all choices, as they come; cut into text, thoughts and tool calls
+    api/chat                writes an event of the stream, or the whole JSON answer
+12  api/stream              sends events until the answer ends or the client leaves
 ```
+
+The server's modules import each other in one direction only (an import contract in `pyproject.toml`).
 
 Modules beside this path:
 
@@ -31,6 +27,8 @@ Modules beside this path:
 | `app` | the app: middleware, routes and error handlers put around an engine |
 | `service` | the objects that all routes share |
 | `state` | the routes that make no text: models, health, telemetry, traces, administration |
+| `api/lanes` | the threads for long work: compiling, tokenizing, encoding |
+| `api/shapes`, `api/parts`, `api/logprobs` | the objects of answers, and what they are made of |
 | `http/sockets` | listening; limits of the operating system |
 | `errors` | the JSON shape of errors, and their statuses |
 | `openapi` | what the OpenAPI document says of answers |
