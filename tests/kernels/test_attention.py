@@ -139,6 +139,13 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
 # ---------------------------------------------------------------------- the paged kernel
 
 
+@pytest.mark.usefixtures("torch_kernels")
+def test_without_native_kernels_a_cpu_gathers() -> None:
+    store = Store.of(PASSES[MIXED], block_size=3)
+    for window in (None, 5):
+        assert torch.equal(attend(store, window), gathered(store, window))
+
+
 @pytest.fixture
 def paged_calls(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Choose Triton, interpreted if there is no GPU, and record the arguments of the paged kernel."""

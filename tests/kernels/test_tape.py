@@ -87,6 +87,23 @@ def test_a_pass_recorded_for_one_token_holds_for_every_other(model: CausalLM) ->
         assert torch.equal(mine, other)
 
 
+def test_a_tape_plays_lists_of_tensors_and_writes_in_place() -> None:
+    weight, kept, few, order = torch.randn(6, 4), torch.zeros(3), torch.ones(2, 1), torch.tensor([4, 0, 2])
+
+    def function(x: Tensor) -> Tensor:
+        low, high = (x @ weight).split([1, 3], dim=1)
+        kept.add_(high.sum(0))
+        return torch.cat([low * 2, high, torch.zeros_like(low) + 1.5, few], dim=1)[:, order]
+
+    tape = recorded(function, torch.ones(2, 6))
+    kept.zero_()
+    x = torch.randn(2, 6)
+    (played,), after = tape(x), kept.clone()
+    kept.zero_()
+    assert torch.equal(played, function(x))
+    assert torch.equal(after, kept)
+
+
 def test_a_function_that_a_tape_cannot_repeat_is_refused() -> None:
     x, kept = torch.tensor([1.0, 2.0]), torch.ones(2)
     with pytest.raises(CannotRecordError, match="a number was read"):
