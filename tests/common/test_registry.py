@@ -41,7 +41,10 @@ refusal = functools.partial(refusal_of, open_checkpoint)
 # ---------------------------------------------------------------------- folders and the zoo
 
 
-def test_an_unknown_model_is_refused_with_the_forms_of_names() -> None:
+def test_an_unknown_model_is_refused_with_the_forms_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the tree has a folder named zoo
     assert all(f"zoo:{name}" in refusal("zoo:llama-huge") for name in ZOO_NAMES)
     assert all(f"dummy:{preset}" in refusal("dummy:llama-huge") for preset in PRESETS)
     for name in ("nothing", "/no/such/folder", "a/b/c", "zoo"):

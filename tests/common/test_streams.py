@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,7 +18,9 @@ from kernels import native
 STREAMS = [
     ThreadStream,
     pytest.param(
-        TapeStream, marks=pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")
+        functools.partial(TapeStream, threads=1),
+        id="TapeStream",
+        marks=pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here"),
     ),
 ]
 

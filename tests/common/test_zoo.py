@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.models.registry import ZOO
 from tests.support.models import ZOO_NAMES
 from zoo import text, train
 
-ZOO = Path(train.__file__).parent
 STORY = "Once upon a time there was a brave fox named Zoë."
 
 
