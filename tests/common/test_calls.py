@@ -430,3 +430,37 @@ def test_tools_are_told_in_plain_messages() -> None:
     system, *_ = told_in_messages("pythonic", conversation[1:], [WEATHER])
     assert (system["role"], "func_name1" in system["content"]) == ("system", True)
     assert told_in_messages("hermes", conversation[:2], []) == conversation[:2]
+
+
+NUMBER = {"$ref": "#/$defs/number"}
+
+
+SCHEMAS: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ({"properties": {"n": NUMBER}, "$defs": {"number": {"type": "integer"}}}, [{}, {"n": 1}], [{"n": "1"}]),
+    ({"$ref": "#/$defs/o", "$defs": {"o": {"required": ["a"], **CITY}}}, [{"city": "a"}], [{}]),
+    ({"anyOf": [CITY, {"required": ["n"], "properties": {"n": {"const": 1}}}]}, [{"n": 1}], [{"n": 2}]),
+    ({"properties": {"me": {"$ref": "#"}}, "additionalProperties": False}, [{"me": {"me": {}}}], [{"me": 1}]),
+    ({"type": ["object", "null"], **CITY}, [{"city": "a"}], []),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), SCHEMAS, ids=str)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("otherwise", [None, {"type": "integer"}])
+def test_references_hold_within_a_call(
+    syntax: CallSyntax,
+    schema: dict[str, Any],
+    right: list[dict[str, Any]],
+    wrong: list[dict[str, Any]],
+    otherwise: dict[str, Any] | None,
+) -> None:
+    function = Function("weather", None, schema)
+    grammar = ToolUse((function,), (function,), required=True).grammar(dialect(syntax), otherwise=otherwise)
+    texts = {
+        json.dumps(each): (one_call(syntax, json.dumps(each)), ONE[syntax] % json.dumps(each))
+        for each in right + wrong
+    }
+    for each in right:
+        assert any(accepts(grammar, text) for text in texts[json.dumps(each)]), each
+    for each in wrong:
+        assert not any(accepts(grammar, text) for text in texts[json.dumps(each)]), each

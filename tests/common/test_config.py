@@ -207,3 +207,8 @@ def test_the_ready_models_positions_are_the_limit(phase: str) -> None:
     assert package.build_engine(package.Config(), **ready).max_seq_len == 1024
     with pytest.raises(StartupError, match="--max-seq-len"):
         package.build_engine(package.Config(max_seq_len=1025), **ready)
+
+
+def test_an_ambiguous_name_lists_what_it_could_be() -> None:
+    with pytest.raises(StartupError, match="could be phase4_static, phase5_continuous"):
+        find_phase("phase")

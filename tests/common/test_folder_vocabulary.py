@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.models.registry import open_checkpoint
-from tests.support.models import ZOO_NAMES, save_tiny, zoo
+from tests.support.models import ZOO_NAMES, refusal_of, save_tiny, zoo
 from tests.support.strings import strings
 
 
@@ -86,3 +86,37 @@ def test_where_an_answer_ends(
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.config.eos_token_ids == ends
     assert ("eos_token" in str(checkpoint.unused)) == ("<|none of them|>" in str(config))
+
+
+def test_what_is_not_used_is_named(tmp_path: Path) -> None:
+    folder = folder_of(
+        tmp_path,
+        "llama-tiny",
+        {
+            "chat_template": [{"name": name, "template": "x"} for name in ("default", "rag", "tool_use")],
+            "added_tokens_decoder": {"5000": {"content": "<far>"}},
+        },
+        generation_config={"eos_token_id": 10**6, "suppress_tokens": [3], "num_beams": 1, "do_sample": True},
+        adapter_config={},
+        special_tokens_map={},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["mrope_section"] = [16, 24, 24]
+    (folder / "config.json").write_text(json.dumps(config), "utf-8-sig")
+    (folder / "README.md").write_text("# A model")
+    assert open_checkpoint(str(folder)).unused == [
+        "EOS tokens outside the vocabulary: [1020, 1023, 1000000]",
+        "the token '<far>' with the id 5000",
+        "chat templates: rag, the one in tokenizer_config.json",
+        "rotary settings: rope_parameters.mrope_section",
+        "entries of generation_config.json: suppress_tokens",
+        "files: adapter_config.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "token", [5, {}, {"content": None}, {"content": "a", "special": 3}, [], {"content": 5}]
+)
+def test_an_added_token_of_another_form_is_refused(token: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "llama-tiny", {"added_tokens_decoder": {"2000": token}})
+    assert "added_tokens.json has an invalid token: '2000'" in refusal_of(open_checkpoint, str(folder))

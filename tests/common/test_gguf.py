@@ -424,3 +424,84 @@ def test_absurd_counts_take_no_memory(whole: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20e6
+
+
+def test_gemmas_windows_are_every_sixth_layers_if_the_file_does_not_say(tmp_path: Path) -> None:
+    source = save_tiny(
+        tmp_path / "source",
+        "gemma3_text",
+        num_hidden_layers=7,
+        layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    )
+    absent = ("attention__sliding_window_pattern", "attention__scale", "rope__freq_base_swa")
+    file = save_gguf(source, tmp_path / "model.gguf", **dict.fromkeys(absent))
+    config = open_checkpoint(str(file)).config
+    assert [layer.window for layer in config.layers] == [8] * 5 + [None, 8]
+    assert [layer.rope.theta for layer in config.layers] == [10_000.0] * 5 + [40_000.0, 10_000.0]
+    assert config.attention_scale == config.head_dim**-0.5
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"expert_count": 8},
+        {"rope__dimension_count": 8},
+        {"attention__value_length": 8},
+        {"attention__scale": 0.5},
+        {"final_logit_softcapping": 30.0},
+    ],
+    ids=str,
+)
+def test_what_would_change_the_numbers_is_refused(entries: dict[str, Any], tmp_path: Path) -> None:
+    (key,) = entries
+    assert f"llama.{key.replace('__', '.')} = " in refusal(save(tmp_path, **entries))
+
+
+@pytest.mark.parametrize(
+    ("replaced", "words"),
+    [
+        ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not implemented"),
+        ({"pre": "tekken"}, "the pre-tokenizer 'tekken' is not implemented"),
+        ({"pre": None}, "the pre-tokenizer None is not implemented"),
+        ({"token_type": [1, 1]}, "do not fit their types"),
+        ({"merges": ["one", "t h e"]}, "its merges do not fit its tokens"),
+        ({"merges": [1, 2]}, "its merges do not fit its tokens"),
+        ({"tokens": 5}, "its tokens are not a list of texts"),
+        ({"token_type": 5}, "do not fit their types"),
+        ({"model": "llama", "scores": [1.0]}, "its scores are not one number for each of its tokens"),
+        ({"model": "llama", "scores": "high"}, "its scores are not one number for each of its tokens"),
+        ({"merges": ["no tokens"]}, "its merges do not fit its tokens"),
+        ({"bos_token_id": 999_999, "add_bos_token": True}, "bos_token_id = 999999 is none of its"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_is_not_implemented_is_refused(
+    replaced: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)
+    with pytest.raises(StartupError, match=words) as caught:
+        backend_of(path)
+    assert str(tmp_path / "v.gguf") in str(caught.value)
+
+
+def test_a_file_that_is_no_gguf(whole: Path, tmp_path: Path) -> None:
+    content = whole.read_bytes()
+    whole.write_bytes(b"PK\x03\x04" + content[4:])
+    assert "is no GGUF file: it begins with b'PK" in refusal(whole)
+    whole.write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
+    assert "is GGUF of version 1" in refusal(whole)
+    assert "there is no GGUF file" in refusal(tmp_path / "nothing.gguf")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(16, "is stored as IQ2_XXS"), (4_000_000, "is stored as the unknown type 4000000")]
+)
+def test_a_type_that_is_not_read(number: int, words: str, whole: Path) -> None:
+    name = b"blk.0.attn_q.weight"
+    content = bytearray(whole.read_bytes())
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    content[at : at + 4] = struct.pack("<I", number)
+    whole.write_bytes(content)
+    message = refusal(whole)
+    assert words in message
+    assert name.decode() in message

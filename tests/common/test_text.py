@@ -293,3 +293,21 @@ def test_messages_may_spell_special_tokens_as_text(name: str) -> None:
     assert len(special_ids(usual, asked)) == len(special_ids(usual, plain)) + len(usual.special_ids)
     for text in ("", "A fox.", specials):  # other texts are as before
         assert escaping.encode(text) == usual.encode(text)
+
+
+def test_the_prompts_tail_is_cut_before_a_character_wherever_foreign_ids_stand(tokenizer: Tokenizer) -> None:
+    emoji, foreign = encode(tokenizer, "😀"), tokenizer.foreign_from
+    for place in range(len(emoji) * 3 + 1):
+        prompt = [*emoji * 3]
+        prompt.insert(place, foreign)
+        assert "".join(tell(tokenizer, encode(tokenizer, "so"), prompt=prompt)) == "so"
+
+
+def test_special_tokens_may_be_shown(tokenizer: Tokenizer) -> None:
+    special = sorted(tokenizer.special_ids)
+    a, emoji = encode(tokenizer, "a"), encode(tokenizer, "😀")
+    for ids in ([*special, *a, special[0], *emoji, special[-1]], [special[0]] * 10, [*a, special[1], *a]):
+        shown = IncrementalDetokenizer(tokenizer, a, skip_special_tokens=False)
+        text = "".join(map(shown.add, ids)) + shown.finish()
+        assert text == tokenizer.decode(ids, skip_special_tokens=False)
+        assert all(tokenizer.token_text(token_id) in text for token_id in ids if token_id in special)
