@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually, in_background
+from tests.server.support import ServerProcess, assert_error, eventually, in_background
 
 KEYS = ("first-key", "schlüssel zwei")
 
@@ -48,17 +47,10 @@ def test_a_request_without_a_key_is_refused(named: ServerProcess, path: str) -> 
     eventually(lambda: "refused: 401" in named.log_text)
 
 
-def test_a_body_without_a_key_is_not_read(named: ServerProcess) -> None:
-    """The server answers and closes the connection before the body has been sent."""
-    with socket.create_connection(("127.0.0.1", named.port), timeout=HANG_S) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        answer = b""
-        while more := connection.recv(65536):
-            answer += more
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"\r\nconnection: close\r\n" in answer.lower()
+def test_a_request_without_a_key_is_refused_before_its_body_comes(named: ServerProcess) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with named.connect(head) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
 def test_every_key_is_accepted(named: ServerProcess) -> None:
