@@ -232,7 +232,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     }
     headers = dict(error.headers or {})
     if "GET" in headers.get("Allow", ""):
-        headers["Allow"] += ", HEAD"  # `middleware` serves it on each route that has GET
+        headers["Allow"] += ", HEAD"  # `create_app` adds it to each route that has GET
     api_error = ApiError(
         error.status_code,
         message.get(error.status_code, str(error.detail)),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -31,6 +32,57 @@ _VLLM_COUNTERS = {
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true"),
 }
 
+#: The histograms, all with vLLM's names: an attribute of `RequestTelemetry`, the name after `vllm:`, the help text.
+_HISTOGRAMS = (
+    (
+        "time_to_first_token_s",
+        "time_to_first_token_seconds",
+        "From a request's submission to its first token",
+    ),
+    (
+        "inter_token_latency_s",
+        "inter_token_latency_seconds",
+        "From one token of a request to its next, in seconds",
+    ),
+    # The older name of the metric above, which older dashboards use.
+    (
+        "inter_token_latency_s",
+        "time_per_output_token_seconds",
+        "From one token of a request to its next, in seconds",
+    ),
+    ("end_to_end_s", "e2e_request_latency_seconds", "From a request's submission to its end"),
+    (
+        "queue_s",
+        "request_queue_time_seconds",
+        "From a request's submission until its prefill begins, or until it leaves the queue otherwise",
+    ),
+    ("prefill_s", "request_prefill_time_seconds", "From there to a request's first token"),
+    ("decode_s", "request_decode_time_seconds", "From a request's first token to its last"),
+    (
+        "inference_s",
+        "request_inference_time_seconds",
+        "From the beginning of a request's prefill to its last token",
+    ),
+    (
+        "between_tokens_s",
+        "request_time_per_output_token_seconds",
+        "The mean of the times between a request's tokens",
+    ),
+    (
+        "computed_lengths",
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that were not found in the prefix cache",
+    ),
+    ("choices", "request_params_n", "Choices of a prompt"),
+    ("most_new_tokens", "request_params_max_tokens", "The most new tokens that a choice may have"),
+    ("prompt_lengths", "request_prompt_tokens", "Prompt tokens of a request"),
+    ("answer_lengths", "request_generation_tokens", "New tokens of a request"),
+    (
+        "longest_choices",
+        "request_max_num_generation_tokens",
+        "New tokens of the longest of the choices that continue a prompt",
+    ),
+)
 
 #: Pages may take a twentieth of the event loop's time, and more for some seconds. Clients that ask in a loop, for
 #: which they need no key, get the latest page again. A scraper gets a new page each time.
@@ -109,28 +161,24 @@ class Metrics(Collector):
         yield self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens that were found there", counters.cached_tokens
         )
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended", labels=[*self._labels, "finished_reason"]
+        yield self._counters_by(
+            ("finished_reason",),
+            "vllm:request_success",
+            "Requests that ended",
+            {(reason,): count for reason, count in requests.ended.items()},
         )
-        for reason, count in requests.ended.items():
-            ended.add_metric([*self._labels.values(), reason], count)
-        yield ended
-        answers = CounterMetricFamily(
+        yield self._counters_by(
+            ("status", "reason"),
             "infer:http_answers",
             "HTTP answers, by the code of their error",
-            labels=[*self._labels, "status", "reason"],
+            self._service.answers,
         )
-        for (status, reason), count in self._service.answers.items():
-            answers.add_metric([*self._labels.values(), str(status), reason], count)
-        yield answers
-        accepted = CounterMetricFamily(
+        yield self._counters_by(
+            ("position",),
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Guessed tokens that came true, by their place in a run; the first is 0",
-            labels=[*self._labels, "position"],
+            {(place,): count for place, count in enumerate(self._service.engine.telemetry.accepted_at)},
         )
-        for position, count in enumerate(self._service.engine.telemetry.accepted_at):
-            accepted.add_metric([*self._labels.values(), str(position)], count)
-        yield accepted
         for field in dataclasses.fields(Counters):
             name, text = _VLLM_COUNTERS.get(
                 field.name, (f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry")
@@ -138,79 +186,27 @@ class Metrics(Collector):
             yield self._counter(name, text, getattr(counters, field.name))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        counter = CounterMetricFamily(name, text, labels=list(self._labels))
-        counter.add_metric(list(self._labels.values()), value)
-        return counter
+        return self._counters_by((), name, text, {(): value})
+
+    def _counters_by(
+        self, labels: Sequence[str], name: str, text: str, counts: Mapping[Any, float]
+    ) -> Metric:
+        """Return a counter for each value of these labels, which stand behind those of all metrics."""
+        family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
+        for values, count in counts.items():
+            family.add_metric([*self._labels.values(), *map(str, values)], count)
+        return family
 
     def _histograms(self) -> Iterator[Metric]:
-        requests = self._service.worker.requests
-        between = "From one token of a request to its next, in seconds"
-        for name, text, histogram in (
-            (
-                "vllm:time_to_first_token_seconds",
-                "From a request's submission to its first token",
-                requests.time_to_first_token_s,
-            ),
-            ("vllm:inter_token_latency_seconds", between, requests.inter_token_latency_s),
-            # The older name of the metric above, which older dashboards use.
-            ("vllm:time_per_output_token_seconds", between, requests.inter_token_latency_s),
-            (
-                "vllm:e2e_request_latency_seconds",
-                "From a request's submission to its end",
-                requests.end_to_end_s,
-            ),
-            (
-                "vllm:request_queue_time_seconds",
-                "From a request's submission until its prefill begins, or until it leaves the queue otherwise",
-                requests.queue_s,
-            ),
-            (
-                "vllm:request_prefill_time_seconds",
-                "From there to a request's first token",
-                requests.prefill_s,
-            ),
-            (
-                "vllm:request_decode_time_seconds",
-                "From a request's first token to its last",
-                requests.decode_s,
-            ),
-            (
-                "vllm:request_inference_time_seconds",
-                "From the beginning of a request's prefill to its last token",
-                requests.inference_s,
-            ),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "The mean of the times between a request's tokens",
-                requests.between_tokens_s,
-            ),
-            (
-                "vllm:iteration_tokens_total",
-                "Prompt and new tokens of a step",
-                self._service.engine.telemetry.step_tokens,
-            ),
-            (
-                "vllm:request_prefill_kv_computed_tokens",
-                "Prompt tokens of a request that were not found in the prefix cache",
-                requests.computed_lengths,
-            ),
-            ("vllm:request_params_n", "Choices of a prompt", requests.choices),
-            (
-                "vllm:request_params_max_tokens",
-                "The most new tokens that a choice may have",
-                requests.most_new_tokens,
-            ),
-            ("vllm:request_prompt_tokens", "Prompt tokens of a request", requests.prompt_lengths),
-            ("vllm:request_generation_tokens", "New tokens of a request", requests.answer_lengths),
-            (
-                "vllm:request_max_num_generation_tokens",
-                "New tokens of the longest of the choices that continue a prompt",
-                requests.longest_choices,
-            ),
-        ):
-            family = HistogramMetricFamily(name, text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.total)
-            yield family
+        requests, step_tokens = self._service.worker.requests, self._service.engine.telemetry.step_tokens
+        yield self._histogram("iteration_tokens_total", "Prompt and new tokens of a step", step_tokens)
+        for field, name, text in _HISTOGRAMS:
+            yield self._histogram(name, text, getattr(requests, field))
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), _buckets(histogram), histogram.total)
+        return family
 
 
 def count_choices(requests: RequestTelemetry, answer: Answer) -> None:

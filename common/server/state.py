@@ -294,10 +294,9 @@ async def trace(
 
     If the client leaves early, or reads too slowly, its list lacks the final `]`.
     """
-    recording = service.recordings.open(seconds)
+    service.recordings.check_room()
     return EventStream(
-        recording.pieces(),
-        on_close=lambda _: recording.close(),
+        service.recordings.record(seconds),
         ping=b"\n",  # white space between two values of the list
         ping_s=service.ping_s,
         media_type="application/json",

@@ -71,7 +71,7 @@ class EventStream(EventSourceResponse):
         self,
         chunks: AsyncIterator[bytes],
         *,
-        on_close: Callable[[bool], None],
+        on_close: Callable[[bool], None] = lambda _: None,
         ping: bytes | None = None,
         ping_s: float = 15.0,
         ends: StreamEnds | None = None,
@@ -111,6 +111,13 @@ class EventStream(EventSourceResponse):
             raise
         finally:
             self.on_close(not complete and not failed)
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Send a message without the library's timeout, which costs more than the rest of a token's way through here.
+
+        Connections have a timeout of their own, for streams and whole answers alike.
+        """
+        await send(message)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

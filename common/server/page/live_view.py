@@ -181,59 +181,49 @@ class LiveView:
 
 
 class Recordings:
-    """The traces that clients are recording, at most `MAX_RECORDINGS` at a time."""
+    """The traces that clients are recording (`GET /trace`), at most `MAX_RECORDINGS` at a time."""
 
     def __init__(self, worker: EngineWorker) -> None:
-        self.worker = worker
-        self.numbers = itertools.count()
-        self.running: set[Recording] = set()
+        self._worker = worker
+        self._numbers = itertools.count()
+        self._running = 0
 
-    def open(self, seconds: float) -> Recording:
-        """Return a new recording. Iterating over its `pieces` starts it. Call its `close` at the end.
+    def check_room(self) -> None:
+        """Check that another recording may begin.
 
         Raises:
             ApiError: 503, too many recordings run, the server is shutting down, or its engine is dead.
         """
-        if self.worker.dead is not None:
-            raise from_exception(self.worker.dead)
-        if self.worker.draining:
+        if self._worker.dead is not None:
+            raise from_exception(self._worker.dead)
+        if self._worker.draining:
             raise from_exception(ShuttingDownError("draining: the server is shutting down"))
-        if len(self.running) >= MAX_RECORDINGS:
+        if self._running >= MAX_RECORDINGS:
             raise unavailable(
                 f"{MAX_RECORDINGS} traces are being recorded, the most at a time: try again later",
                 code="too_many_traces",
                 retry_after_s=5,
             )
-        recording = Recording(self, seconds)
-        self.running.add(recording)
-        return recording
 
-
-class Recording:
-    """One client's recording of a trace (`GET /trace`)."""
-
-    def __init__(self, recordings: Recordings, seconds: float) -> None:
-        self._recordings = recordings
-        self._seconds = seconds
-        self._number = next(recordings.numbers)
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Record steps for the requested number of seconds, and yield the trace's bytes as they come.
+    async def record(self, seconds: float) -> AsyncIterator[bytes]:
+        """Record steps for this number of seconds, and yield the trace's bytes as they come.
 
         Ends early if the server shuts down, or if the client is so slow that the recording's buffer is full.
         """
-        worker, clock = self._recordings.worker, asyncio.get_running_loop().time
-        await asyncio.wrap_future(worker.call(EngineCalls.start_trace, self._number))
-        until_s, closed = clock() + self._seconds, False
-        while (left_s := until_s - clock()) > 0 and not closed and not worker.draining:
-            await asyncio.sleep(min(left_s, FETCH_S))
-            piece, closed = await asyncio.wrap_future(worker.call(EngineCalls.fetch_trace, self._number))
-            yield piece
-        yield await asyncio.wrap_future(worker.call(EngineCalls.stop_trace, self._number))
-
-    def close(self) -> None:
-        """Stop the recording. A recording that is about to start is stopped, too: calls run in order."""
-        recordings = self._recordings
-        recordings.running.discard(self)
-        with contextlib.suppress(ShuttingDownError):  # the engine's thread ends, and its recordings with it
-            recordings.worker.call(EngineCalls.stop_trace, self._number)
+        worker, clock, number = self._worker, asyncio.get_running_loop().time, next(self._numbers)
+        self._running += 1
+        try:
+            await asyncio.wrap_future(worker.call(EngineCalls.start_trace, number))
+            until_s, closed = clock() + seconds, False
+            while (left_s := until_s - clock()) > 0 and not closed and not worker.draining:
+                await asyncio.sleep(min(left_s, FETCH_S))
+                piece, closed = await asyncio.wrap_future(worker.call(EngineCalls.fetch_trace, number))
+                yield piece
+            yield await asyncio.wrap_future(worker.call(EngineCalls.stop_trace, number))
+        finally:
+            # A recording that is about to start is stopped, too: calls run in order.
+            self._running -= 1
+            with contextlib.suppress(
+                ShuttingDownError
+            ):  # the engine's thread ends, and its recordings with it
+                worker.call(EngineCalls.stop_trace, number)
