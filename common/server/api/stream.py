@@ -113,7 +113,7 @@ class EventStream(EventSourceResponse):
             self.on_close(not complete and not failed)
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Send a message without the library's timeout, which costs more than the rest of a token's way through here.
+        """Send a message without the library's timeout, which costs more than a token's other way through here.
 
         Connections have a timeout of their own, for streams and whole answers alike.
         """
