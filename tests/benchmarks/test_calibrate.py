@@ -70,32 +70,10 @@ def test_it_measures_a_full_batch_of_equal_average_requests(writer: PromptWriter
     assert len(set(prompts)) == 10  # so a prefix cache has no hits
 
 
-def test_prefix_caching_is_calibrated_without_a_shared_prefix(writer: PromptWriter) -> None:
-    machine = Machine(1.0, 1.0)
-    measure(machine, writer, "prefix_caching", batch=3)
-    requests = machine.plans[0].requests
-    assert {request.prompt_tokens for request in requests} == {1104}
-    assert len({tuple(request.prompt[:64]) for request in requests}) == 3
-
-
 @pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in RATED])
 def test_without_a_rate_nothing_is_measured(name: str, writer: PromptWriter) -> None:
     assert measure(Machine(), writer, name).factor == 1.0
     assert reference_capacity(WORKLOADS[name]) is None
-
-
-def test_another_load_can_be_asked_for(writer: PromptWriter) -> None:
-    found = calibrate(
-        WORKLOADS["continuous_batching"],
-        ENDPOINT,
-        writer,
-        batch=8,
-        measured_on="x",
-        load=0.5,
-        run=Machine(4.0, 4.0),
-    )
-    assert WORKLOADS["continuous_batching"].rate == 4.0
-    assert 4.0 * found.factor == pytest.approx(0.5 * 2.0)
 
 
 def test_a_failed_request_is_no_measurement(writer: PromptWriter) -> None:

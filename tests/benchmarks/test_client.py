@@ -39,17 +39,11 @@ def test_several_data_lines_are_one_event() -> None:
     assert EventParser().feed(b"event: x\ndata: a\ndata: b\n\n") == [(b"x", b"a\nb")]
 
 
-def test_named_events() -> None:
+@pytest.mark.parametrize(("stream", "reason"), [(NAMED, "eos"), (PLAIN, "length")], ids=["named", "plain"])
+def test_an_answer_is_read_to_its_end(stream: bytes, reason: str) -> None:
     reader = AnswerReader()
-    assert reader.feed(NAMED) == 2  # a token whose text is held back is a token
-    assert (reader.ended, reader.error, reader.finish_reason) == (True, None, "eos")
-    assert reader.usage == {"prompt_tokens": 3, "completion_tokens": 2}
-
-
-def test_plain_chunks() -> None:
-    reader = AnswerReader()
-    assert reader.feed(PLAIN) == 2
-    assert (reader.ended, reader.error, reader.finish_reason) == (True, None, "length")
+    assert reader.feed(stream) == 2  # a token whose text is held back is a token
+    assert (reader.ended, reader.error, reader.finish_reason) == (True, None, reason)
     assert reader.usage == {"prompt_tokens": 3, "completion_tokens": 2}
 
 

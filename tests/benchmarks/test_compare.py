@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +19,10 @@ from benchmarks.measure import Measurement
 from benchmarks.plots.groups import load_groups
 from benchmarks.results import LOCAL, Run, is_complete
 from benchmarks.servers import Target
-from benchmarks.workloads import WORKLOADS, Lengths, PromptWriter, Workload
+from benchmarks.workloads import Lengths, PromptWriter, Workload
 from tests.benchmarks.conftest import saved_runs
 from tests.benchmarks.fake_server import FakeServer
 from tests.benchmarks.test_servers import fake_target
-from tests.support.traces import assert_valid, read_trace, requests_of
 
 TINY = Workload(
     "tiny",
@@ -130,16 +128,6 @@ def test_a_run_beside_busy_programs_says_so(
     assert "other programs took 1.9 of 2 cores just now" in printed
 
 
-def test_every_metric_is_printed_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer() as server:
-        arguments = ["run", "--server", server.url, "--tokenizer", "zoo:llama-tiny", "--quick"]
-        arguments += ["--out", str(tmp_path)]
-        command_line.main(arguments)
-        assert "SLO attainment" not in capsys.readouterr().out
-        command_line.main([*arguments, "--all"])
-        assert "SLO attainment" in capsys.readouterr().out
-
-
 def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None:
     run_comparison([fake_target("phase 4", 4)], writer, tmp_path)
     (path,) = tmp_path.glob("*.json")
@@ -155,12 +143,8 @@ def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None
         assert len(request["token_times_s"]) == request["max_tokens"] == request["completion_tokens"]
         assert request["scheduled_s"] <= request["sent_s"] < request["token_times_s"][0]
     assert 0 <= found["engine_steps"]["started_s"][0] < found["requests"][0]["token_times_s"][0]
-    assert {"cpu", "gpu", "python", "packages", "git", "torch_threads"} <= set(found["environment"])
     assert "torch" in found["environment"]["packages"]
-    assert found["calibration"] == json.loads(json.dumps(found["calibration"])) | {
-        "mode": "table",
-        "factor": 1.0,
-    }
+    assert (found["calibration"]["mode"], found["calibration"]["factor"]) == ("table", 1.0)
     assert found["generator"]["cpu_s"] > 0
     assert (found["server"]["exit_code"], found["server"]["options"]) == (0, {})
     assert (found["workload"]["rate"], found["workload"]["seed"]) == (50.0, 0)
@@ -194,21 +178,12 @@ def test_a_phase_that_is_started_here_traces_itself(tmp_path: Path, writer: Prom
     assert [run.status for run in runs] == ["ok", "ok"]
 
 
-@pytest.mark.slow
-def test_a_runs_trace_has_its_requests(tmp_path: Path) -> None:
-    arguments = ["compare", "--phases", "7", "--model", "zoo:llama-tiny", "--workload", "mixed", "--quick"]
-    assert command_line.main([*arguments, "--rate", "20", "--out", str(tmp_path), "--trace"]) == 0
-    (run,) = saved_runs(tmp_path)
-    events = read_trace((tmp_path / run.file_name).with_suffix(".trace").read_bytes())
-    assert_valid([*events])
-    ended = [track[-1] for track in requests_of(events).values()]
-    assert sum(end["args"]["reason"] == "length" for end in ended) >= len(run.requests)
-
-
-def test_a_server_that_dies_in_a_run_fails_it(tmp_path: Path, writer: PromptWriter) -> None:
-    targets = [fake_target("phase 4", 4, die_after=16 + 12), fake_target("phase 5", 5)]
-    runs, printed = run_comparison(targets, writer, tmp_path)
-    assert [run.status for run in runs] == ["failed", "ok"]  # the others are still measured
+def test_a_server_that_dies_or_does_not_start_fails_its_run_alone(
+    tmp_path: Path, writer: PromptWriter
+) -> None:
+    dies, never = fake_target("phase 4", 4, die_after=16 + 12), fake_target("phase 6", 6, exit_at_once=2)
+    runs, printed = run_comparison([dies, fake_target("phase 5", 5), never], writer, tmp_path)
+    assert [run.status for run in runs] == ["failed", "ok", "failed"]
     assert command_line.exit_code(runs) == 1
     assert "the server ended during the run (exit 7)" in (runs[0].reason or "")
     assert runs[0].metrics is not None
@@ -216,15 +191,8 @@ def test_a_server_that_dies_in_a_run_fails_it(tmp_path: Path, writer: PromptWrit
     assert runs[0].server.exit_code == 7
     assert "phase 4, tiny: failed" in printed
     assert saved_runs(tmp_path)[0].status == "failed"  # failed runs are kept
-
-
-def test_a_server_that_does_not_start_fails_its_run(tmp_path: Path, writer: PromptWriter) -> None:
-    targets = [fake_target("phase 4", 4), fake_target("phase 5", 5, exit_at_once=2)]
-    runs, printed = run_comparison(targets, writer, tmp_path)
-    assert [run.status for run in runs] == ["ok", "failed"]
-    assert "--frobnicate is not possible here" in (runs[1].reason or "")
-    assert runs[1].metrics is None
-    assert "–" in printed
+    assert "--frobnicate is not possible here" in (runs[2].reason or "")
+    assert runs[2].metrics is None
 
 
 def test_failed_requests_make_a_run_incomplete(tmp_path: Path, writer: PromptWriter) -> None:
@@ -281,18 +249,6 @@ def test_run_measures_any_server_into_the_readers_own_folder(
     assert f"1 runs written to {LOCAL}" in capsys.readouterr().out
 
 
-def test_figures_without_matplotlib_say_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command_line.main(["plots", "--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    printed = capsys.readouterr().err
-    assert "matplotlib" in printed
-    assert "make plots" in printed
-    assert "'.[docs]'" in printed  # rich has not taken it for markup
-    assert "Traceback" not in printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -317,20 +273,12 @@ def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.C
     assert "Traceback" not in printed
 
 
-def test_workloads_are_named() -> None:
-    assert [workload.name for workload in command_line.parse_workloads("all")] == list(WORKLOADS)
-    assert [w.name for w in command_line.parse_workloads("mixed,single")] == ["mixed", "single"]
-
-
-def test_options_are_parsed() -> None:
+def test_options_and_variants_are_parsed() -> None:
     given = ["6:num-blocks=512", "6:--block-size=4", "all:dtype=float32"]
     assert command_line.parse_options(given) == {
         "6": {"num-blocks": "512", "block-size": "4"},
         "all": {"dtype": "float32"},
     }
-
-
-def test_variants_are_parsed() -> None:
     assert command_line.parse_variant("7:prefill-chunk-size=64,--no-mixed-batches") == (
         "7",
         {"prefill-chunk-size": "64", "no-mixed-batches": ""},

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import demo
-from common.llm import LLM
-from common.request import SamplingParams
 
 
 @pytest.fixture
@@ -32,13 +30,6 @@ def test_what_is_no_phase_is_refused_with_a_list(
     assert served == []
 
 
-def test_without_a_model_it_names_the_next_step(
-    served: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert demo.main(["--phases", "4"]) == 0
-    assert "make demo MODEL=smollm2" in capsys.readouterr().out
-
-
 def test_a_real_model_is_fetched_asked_and_compared(
     served: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,11 +41,3 @@ def test_a_real_model_is_fetched_asked_and_compared(
     assert served == [["smollm2"], ["phase4_static", "smollm2"]]
     assert demo.main(["--phases", "4", "--model", "zoo:llama-tiny"]) == 0
     assert fetched == ["smollm2"]
-
-
-def test_its_stories_end_by_themselves() -> None:
-    llm = LLM(demo.WRITER_MODEL, phase=5)
-    params = SamplingParams(max_new_tokens=demo.MOST_TOKENS, temperature=0.3, seed=1)
-    stories = llm.generate(list(demo.PROMPTS), params)
-    assert [story.finish_reason for story in stories] == ["eos"] * len(demo.PROMPTS)
-    assert all(len(story.token_ids) > 50 for story in stories)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ import benchmarks.peers.weights
 from benchmarks.export import export
 from benchmarks.peers.weights import weights_of
 from common.errors import StartupError
-from common.llm import LLM
 from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
-from common.request import SamplingParams
 from tests.support.gguf_files import save_gguf
 from tests.support.models import (
     draw_ids,
@@ -65,35 +61,6 @@ def test_transformers_and_our_loader_find_the_dummy_again(preset: str, tmp_path:
     assert largest_difference(logits, oracle_logits(oracle_of(tmp_path / "out"), ids)) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_our_engine_answers_alike_from_both(dtype: str, tmp_path: Path) -> None:
-    export("dummy:tiny-llama", tmp_path / "out", dtype)
-    prompts = [draw_ids(count, TINY["vocab_size"], seed=count) for count in (3, 17, 40)]
-    params = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
-    dummy, exported = (
-        [
-            completion.token_ids
-            for completion in LLM(model, dtype=dtype, device="cpu", max_seq_len=128).generate(prompts, params)
-        ]
-        for model in ("dummy:tiny-llama", str(tmp_path / "out"))
-    )
-    assert dummy == exported
-    assert [len(tokens) for tokens in dummy] == [12] * 3
-
-
-def test_weights_are_written_in_the_type_they_are_drawn_in(tmp_path: Path) -> None:
-    export("dummy:tiny-llama", tmp_path / "b", "bfloat16")
-    export("dummy:tiny-llama", tmp_path / "f", "float32")
-    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert open_checkpoint(str(tmp_path / "b")).config.dtype == torch.bfloat16
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("b", "f")]
-    assert sizes[0] < 0.6 * sizes[1]
-    assert torch.equal(
-        load(tmp_path / "b", dtype=torch.bfloat16).embed_tokens.weight,
-        load("dummy:tiny-llama", dtype=torch.bfloat16).embed_tokens.weight,
-    )
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_a_gguf_file_is_exported_as_it_is_served(architecture: str, tmp_path: Path) -> None:
     file = save_gguf(zoo(f"{architecture}-tiny"), tmp_path / "model.gguf", tokenizer=f"{architecture}-tiny")
@@ -105,15 +72,6 @@ def test_a_gguf_file_is_exported_as_it_is_served(architecture: str, tmp_path: Pa
     logits = solo_logits(load(str(file)), ids)
     assert torch.equal(logits, solo_logits(load(tmp_path / "out"), ids))
     assert largest_difference(logits, oracle_logits(oracle_of(tmp_path / "out"), ids)) < 1e-4
-
-
-def test_a_file_that_changes_is_exported_anew(tmp_path: Path) -> None:
-    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf")
-    first = weights_of(str(file), "float32", tmp_path / "cache")
-    assert weights_of(str(file), "float32", tmp_path / "cache") == first
-    save_gguf(zoo("llama-tiny"), file, "F16")
-    os.utime(file, (0, 0))
-    assert weights_of(str(file), "float32", tmp_path / "cache").folder != first.folder
 
 
 def test_the_command_writes_a_folder_and_says_what_is_wrong_in_a_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import benchmarks.__main__ as command_line
 from benchmarks.files import PUBLISHED, latencies_of, load_comparisons, publish
 from benchmarks.metrics import summarize
-from benchmarks.plots import CAPTIONS, draw_all
+from benchmarks.plots import draw_all
 from benchmarks.results import RESULTS, Lineup, Metrics, Run
 from tests.benchmarks.conftest import make_run
 
@@ -44,12 +43,6 @@ def test_only_the_typical_run_keeps_its_timeline(tmp_path: Path, runs: list[Run]
     assert found.latencies == {"phase 4": latencies_of(runs[:3]), "phase 5": latencies_of(runs[3:])}
 
 
-def test_every_timeline_is_kept_if_asked_for(tmp_path: Path, runs: list[Run]) -> None:
-    publish(tmp_path / "runs", tmp_path / "out", timelines="all")
-    (found,) = load_comparisons(tmp_path / "out")
-    assert [run.model_copy(update={"latencies": None}) for run in found.runs] == runs
-
-
 def test_figures_of_published_runs_are_those_of_the_runs(tmp_path: Path, runs: list[Run]) -> None:
     publish(tmp_path / "runs", tmp_path / "out")
     drawn = []
@@ -57,14 +50,6 @@ def test_figures_of_published_runs_are_those_of_the_runs(tmp_path: Path, runs: l
         draw_all(tmp_path / name, tmp_path / f"{name}-figures")
         drawn.append({path.name: path.read_bytes() for path in (tmp_path / f"{name}-figures").iterdir()})
     assert drawn[0] == drawn[1]
-    assert runs
-
-
-def test_without_timelines_there_are_fewer_figures(tmp_path: Path, runs: list[Run]) -> None:
-    publish(tmp_path / "runs", tmp_path / "out", timelines="none")
-    draw_all(tmp_path / "out", tmp_path / "figures")
-    captions = json.loads((tmp_path / "figures" / CAPTIONS).read_text())
-    assert {entry["figure"] for entry in captions.values()} == {"bars", "cdf"}
     assert runs
 
 
@@ -85,13 +70,6 @@ def test_a_comparison_that_was_cut_short_is_not_published(tmp_path: Path) -> Non
     command = ["publish", "--results", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     assert command_line.main(command) == 2
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_says_what_it_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "runs", make_run(quick=True))
-    command = ["publish", "--results", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    assert command_line.main(command) == 0
-    assert "20260101-000000: mixed (quick), zoo:llama-tiny, runs: 1" in capsys.readouterr().out
 
 
 def test_a_run_that_failed_is_published_and_counts_nowhere(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.client import Endpoint
 from benchmarks.loadgen import LoadGeneratorError, LoadPlan, LoadResult, generate_load, run_load
-from benchmarks.metrics import summarize
 from benchmarks.workloads import PlannedRequest
 from tests.benchmarks.conftest import plan, planned
 from tests.benchmarks.fake_server import FakeServer, Script
@@ -73,19 +72,11 @@ def test_times_are_those_of_the_server(style: str) -> None:
 def test_requests_leave_on_time() -> None:
     with FakeServer() as server:
         result = load(plan(server.url, [planned(i, 0.05 * i, tokens=2) for i in range(10)]))
-        received = [server.app.received[i] - result.origin_s for i in range(10)]
-    lags = [at - 0.05 * i for i, at in enumerate(received)]
+        lags = [server.app.received[i] - result.origin_s - 0.05 * i for i in range(10)]
     assert min(lags) >= 0
     assert statistics.median(lags) < 0.02
     assert [record.scheduled_s for record in result.requests] == pytest.approx([0.05 * i for i in range(10)])
     assert result.generator.max_lag_s >= 0
-
-
-def test_the_achieved_rate_is_the_rate_asked_for() -> None:
-    with FakeServer(Script(first_s=0.001, gap_s=0.001)) as server:
-        result = load(plan(server.url, [planned(i, i / 100, tokens=2) for i in range(100)]))
-    rate = summarize(result.requests, slo_ttft_s=1, slo_itl_s=1).arrival_rate
-    assert rate == pytest.approx(100, rel=0.10)
 
 
 def test_a_burst_is_all_in_flight_at_once() -> None:
@@ -192,16 +183,6 @@ def test_the_generator_reports_its_own_processor_time() -> None:
     assert result.generator.wall_s >= 0.1
 
 
-def test_progress_is_reported_as_requests_end() -> None:
-    seen = []
-    with FakeServer(Script(faults={1: "refuse"})) as server:
-        run_load(
-            plan(server.url, [planned(i, tokens=3) for i in range(3)]), lambda *counts: seen.append(counts)
-        )
-    assert [(finished, total) for finished, _, total in seen] == [(1, 3), (2, 3), (3, 3)]
-    assert seen[-1] == (3, 1, 3)
-
-
 # ---------------------------------------------------------------------------------------------- faults
 
 
@@ -261,11 +242,6 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     assert result.abort == "not done after 0.4 s"
     assert [record.error for record in result.requests] == [result.abort, "never sent"]
     assert result.requests[1].sent_s is None
-
-
-def test_nobody_listens() -> None:
-    result = load(plan("http://127.0.0.1:1", [planned(0), planned(1)]))
-    assert all(record.error is not None and "ConnectError" in record.error for record in result.requests)
 
 
 def test_a_generator_that_fails_says_so() -> None:

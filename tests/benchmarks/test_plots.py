@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from matplotlib.collections import LineCollection
 
 import benchmarks.plots
-from benchmarks.plots import CAPTIONS, draw_all, figures
-from benchmarks.plots.groups import load_groups, thin, watched_client
-from benchmarks.plots.style import THEMES
+from benchmarks.plots import CAPTIONS, draw_all
+from benchmarks.plots.groups import load_groups, thin
 from benchmarks.results import Lineup, Run
 from tests.benchmarks.conftest import make_run
 
@@ -47,13 +45,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder / "out")
 
 
-def redraw(results: Path) -> dict[str, bytes]:
-    out = results.parent / "out"
-    written = draw_all(results, out)
-    assert {path.name for path in written} | {CAPTIONS} == set(contents(out))
-    return contents(out)
-
-
 def test_every_figure_is_drawn_light_and_dark(drawn: dict[str, bytes]) -> None:
     names = {f"mixed-llama-tiny-{kind}-{theme}.svg" for kind in KINDS for theme in ("light", "dark")}
     assert set(drawn) == names | {CAPTIONS}
@@ -61,11 +52,6 @@ def test_every_figure_is_drawn_light_and_dark(drawn: dict[str, bytes]) -> None:
     for kind in KINDS:
         stem = f"mixed-llama-tiny-{kind}"
         assert drawn[f"{stem}-light.svg"] != drawn[f"{stem}-dark.svg"]
-
-
-@pytest.mark.slow
-def test_the_same_results_give_the_same_bytes(results: Path, drawn: dict[str, bytes]) -> None:
-    assert redraw(results) == drawn
 
 
 def test_figures_go_with_their_results_and_strangers_stay(
@@ -86,44 +72,6 @@ def test_figures_go_with_their_results_and_strangers_stay(
     assert draw_all(results, out) == []
     assert set(contents(out)) == {CAPTIONS, "drawn-by-hand.svg"}
     assert json.loads((out / CAPTIONS).read_text()) == {}
-
-
-def test_every_figure_has_a_caption_and_names_its_files(drawn: dict[str, bytes]) -> None:
-    captions = json.loads(drawn[CAPTIONS])
-    assert set(captions) == {f"mixed-llama-tiny-{kind}" for kind in KINDS}
-    assert all(entry["caption"] for entry in captions.values())
-    assert {name for entry in captions.values() for name in entry["files"].values()} == set(drawn) - {
-        CAPTIONS
-    }
-
-
-def test_a_clients_wait_is_drawn_from_its_request_on(results: Path) -> None:
-    (group,) = load_groups(results)
-    (stall,) = (kind for kind in figures.KINDS if kind.name == "stall")
-    axes = stall.draw(group, THEMES[0]).axes[0]
-    record = group.servers[0].typical.requests[watched_client(group)]
-    (lines,) = (each for each in axes.collections if isinstance(each, LineCollection))
-    first = lines.get_segments()[0][0][0]
-    assert first == pytest.approx(record.token_times_s[1] - record.sent_s)
-    assert axes.get_xlim()[0] == 0
-    assert axes.get_title("right") == "first token after 200 ms"
-
-
-def test_peers_without_telemetry_are_drawn_where_they_can_be(tmp_path: Path) -> None:
-    save(tmp_path / "results", make_run("generate()", 100.0, steps=False))
-    names = {path.name for path in draw_all(tmp_path / "results", tmp_path / "out")}
-    assert {name.removeprefix("mixed-llama-tiny-").split("-")[0] for name in names} == {
-        "bars",
-        "cdf",
-        "stall",
-    }
-
-
-def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other\.json"):
-        draw_all(tmp_path / "results", tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------- groups
@@ -158,19 +106,6 @@ def test_quick_runs_and_other_machines_are_groups_of_their_own(tmp_path: Path) -
     ]
 
 
-def test_sweeps_are_not_drawn(tmp_path: Path) -> None:
-    swept, plain = "20260202-000000", "20260101-000000"
-    for place, label in enumerate(("phase 7, a", "phase 7, b"), 1):
-        run = make_run(label, 7 + place / 1000, comparison=swept)
-        run.server.variant = {"block-size": label[-1]}
-        save(tmp_path, run)
-    save(tmp_path, make_run("phase 6", 6, comparison=swept))
-    assert load_groups(tmp_path) == []
-    save(tmp_path, make_run("phase 6", 6, comparison=plain))
-    (group,) = load_groups(tmp_path)
-    assert group.first.comparison == plain
-
-
 def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
     whole, cut = Lineup(servers=["phase 4", "phase 5"], repeats=1), Lineup(servers=["phase 4"], repeats=2)
     for run in two_phases():
@@ -185,14 +120,6 @@ def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
     (tmp_path / two_phases()[1].file_name).unlink()
     (group,) = load_groups(tmp_path)
     assert group.first.comparison == "20990101-000000"
-
-
-def test_figures_of_the_readers_own_results_say_so(tmp_path: Path) -> None:
-    save(tmp_path, make_run())
-    save(tmp_path / "local", make_run())
-    local, published = load_groups(tmp_path)
-    assert local.name == f"local-{published.name}"
-    assert local.title == f"{published.title} · measured in this checkout"
 
 
 def test_a_run_that_is_killed_while_it_is_written_leaves_no_half_a_file(
@@ -219,18 +146,6 @@ def test_runs_that_failed_are_not_drawn(tmp_path: Path) -> None:
     save(tmp_path, make_run(), failed)
     (group,) = load_groups(tmp_path)
     assert [server.label for server in group.servers] == ["phase 4"]
-
-
-def test_the_typical_repeat_is_the_median_one(tmp_path: Path) -> None:
-    save(tmp_path, *(make_run(repeat=n, gap_s=gap) for n, gap in ((1, 0.01), (2, 0.05), (3, 0.02))))
-    (group,) = load_groups(tmp_path)
-    assert group.servers[0].typical.repeat == 3
-
-
-def test_the_watched_client_is_a_long_early_one(tmp_path: Path) -> None:
-    save(tmp_path, make_run())
-    (group,) = load_groups(tmp_path)
-    assert watched_client(group) == 1  # of the first two; the later two are longer
 
 
 # ---------------------------------------------------------------------------------------------- derived

@@ -107,18 +107,6 @@ def test_a_server_is_started_asked_and_stopped() -> None:
     assert any("ready" in line for line in server.log)
 
 
-def test_a_server_gets_the_variables_of_its_target() -> None:
-    says = (
-        "import os, sys, time\n"
-        "print('http://127.0.0.1:' + os.environ['PORT'], file=sys.stderr, flush=True); time.sleep(9)"
-    )
-    with FakeServer() as fake:
-        own = {"PORT": fake.url.rpartition(":")[2]}
-        target = Target("told", 4, None, {}, program=(sys.executable, "-c", says), environment=own)
-        with RunningServer(target) as server:
-            assert server.url == fake.url
-
-
 def test_a_server_that_does_not_start_says_why() -> None:
     server = RunningServer(fake_target(exit_at_once=3))
     with pytest.raises(StartupError, match=r"fake ended \(exit 3\)(.|\n)*frobnicate"), server:

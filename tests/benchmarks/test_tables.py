@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.plots.groups import load_groups
-from benchmarks.tables import MeasuredTable, load_tables, show
+from benchmarks.tables import MeasuredTable, load_tables
 from tests.benchmarks.conftest import make_run
 
 
@@ -46,20 +44,3 @@ def test_runs_and_tables_lie_side_by_side(tmp_path: Path) -> None:
     a_table().save(tmp_path)
     assert [group.name for group in load_groups(tmp_path)] == ["mixed-llama-tiny"]
     assert load_tables(tmp_path) == [a_table()]
-
-
-def test_a_table_of_the_readers_own_says_so(tmp_path: Path) -> None:
-    a_table().save(tmp_path)
-    own = a_table("decode_step", "2026-02-02T00:00:00+00:00").save(tmp_path / "local")
-    assert "local" not in own.read_text()
-    assert [table.local for table in load_tables(tmp_path)] == [True, False]
-
-
-def test_a_table_is_printed() -> None:
-    printed = io.StringIO()
-    a_table().print(Console(file=printed, width=100))
-    assert "12.3" in printed.getvalue()
-
-
-def test_numbers_are_shown_with_three_digits() -> None:
-    assert [show(cell) for cell in (1234.5, 0.12345, 7, None, "x")] == ["1,234", "0.123", "7", "–", "x"]

@@ -8,7 +8,15 @@ import statistics
 
 import pytest
 
-from benchmarks.workloads import WORKLOADS, PromptWriter, build, identical_requests, send_times
+from benchmarks.workloads import (
+    CHAT_WORKLOADS,
+    WORKLOADS,
+    PromptWriter,
+    Workload,
+    build,
+    identical_requests,
+    send_times,
+)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -64,21 +72,10 @@ def test_multi_turn_is_eight_chats_of_six_turns(writer: PromptWriter) -> None:
     assert len([r for r in build(WORKLOADS["multi_turn"], writer, quick=True) if r.follows is None]) == 2
 
 
-def test_other_workloads_share_no_prefix(writer: PromptWriter) -> None:
-    """Prompts share at most the token that begins every text and the beginning of a story."""
-    prompts = [request.prompt for request in build(WORKLOADS["paged_attention"], writer)]
-    assert len({tuple(prompt[:64]) for prompt in prompts}) == len(prompts)
-
-
-def test_prompts_are_text_a_person_can_read(writer: PromptWriter) -> None:
-    (request,) = build(WORKLOADS["single"], writer, text=True)
-    assert isinstance(request.prompt, str)
-    assert len(request.prompt.split()) > 100
-    assert "\N{REPLACEMENT CHARACTER}" not in request.prompt
-
-
-def test_the_same_seed_is_the_same_plan(writer: PromptWriter) -> None:
-    workload = WORKLOADS["chunked_prefill"]
+@pytest.mark.parametrize(
+    "workload", [WORKLOADS["chunked_prefill"], *CHAT_WORKLOADS.values()], ids=lambda each: each.name
+)
+def test_the_seed_alone_decides(workload: Workload, writer: PromptWriter) -> None:
     assert build(workload, writer, seed=5) == build(workload, writer, seed=5)
     assert build(workload, writer, seed=5) != build(workload, writer, seed=6)
 
@@ -104,12 +101,8 @@ def test_poisson_arrivals_keep_the_rate_and_are_random(seed: int) -> None:
     assert 1 / statistics.mean(gaps) == pytest.approx(6.0, rel=0.10)
     # The gaps of a Poisson process have a standard deviation equal to their mean. Even gaps would have none.
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(1.0, abs=0.12)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_poisson_rate_holds_for_few_requests_too(seed: int) -> None:
-    times = send_times("poisson", 48, 6.0, random.Random(seed))
-    assert 47 / times[-1] == pytest.approx(6.0, rel=0.10)
+    few = send_times("poisson", 48, 6.0, random.Random(seed))
+    assert 47 / few[-1] == pytest.approx(6.0, rel=0.10)
 
 
 def test_identical_requests_differ_in_text_only(writer: PromptWriter) -> None:

@@ -18,7 +18,6 @@ from benchmarks.micro.decode_step import (
     Batch,
     Timing,
     continue_ours,
-    prompts,
     rows_of,
 )
 from benchmarks.tables import load_tables
@@ -97,14 +96,6 @@ def test_our_last_phase_is_compared_with_transformers() -> None:
     tokens = 3 * sum(batch.sequences for batch in BATCHES)
     assert (theirs[-1], older[-1]) == (f"{tokens} of {tokens}", f"{tokens - 1} of {tokens}")
     assert {len(row) for row in rows_of(contenders, 0.001)} == {len(COLUMNS) + 2}
-
-
-def test_prompts_are_as_long_as_said() -> None:
-    for batch in BATCHES:
-        drawn = prompts(batch, 1, 50)
-        assert [len(prompt) for prompt in drawn] == [batch.prompt_tokens] * batch.sequences
-        assert max(map(max, drawn)) < 50
-        assert drawn == prompts(batch, 1, 50) != prompts(batch, 2, 50)
 
 
 @pytest.mark.slow

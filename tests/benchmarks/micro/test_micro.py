@@ -39,20 +39,8 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("entry")
 def test_options_are_those_of_the_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "micro",
-        "counting",
-        "--models",
-        "x",
-        "--models",
-        "y",
-        "z",
-        "--turns",
-        "5",
-        "--dtype",
-        "bfloat16",
-    ]
-    assert command_line.main([*words, "--out", str(tmp_path)]) == 0
+    words = ["--models", "x", "--models", "y", "z", "--turns", "5", "--dtype", "bfloat16"]
+    assert command_line.main(["micro", "counting", *words, "--out", str(tmp_path)]) == 0
     counted, second = sorted(load_tables(tmp_path), key=lambda table: table.name)
     assert counted.rows == [["x in bfloat16"], ["y in bfloat16"], ["z in bfloat16"]]
     assert counted.setup["turns"] == "5"
@@ -74,32 +62,6 @@ def test_ways_take_turns_and_the_first_turn_is_not_counted() -> None:
     found = in_turns({way: functools.partial(measure, way) for way in values}, turns=3)
     assert asked == ["a", "b"] * 4
     assert found == {"a": 3.0, "b": 2.0}
-
-
-@pytest.mark.usefixtures("entry")
-def test_defaults_are_the_functions(tmp_path: Path) -> None:
-    assert command_line.main(["micro", "counting", "--out", str(tmp_path)]) == 0
-    (table,) = (table for table in load_tables(tmp_path) if table.name == "counting")
-    assert table.rows == [["a in float32"], ["b in float32"]]
-    assert table.setup["turns"] == "3"
-
-
-@pytest.mark.usefixtures("entry")
-def test_help_names_options_and_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command_line.main(["micro", "counting", "--help"])
-    printed = capsys.readouterr().out
-    assert "of each (3)" in printed
-    assert "(a b)" in printed
-    assert "Count models." in printed
-
-
-def test_what_there_is_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["micro"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"{name} " in printed and entry.says in printed for name, entry in ENTRIES.items())
-    assert command_line.main(["micro", "nothing"]) == 2
-    assert "micro nothing: there are" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", ENTRIES)
