@@ -71,30 +71,6 @@ def test_a_wide_table_scrolls_on_a_phone_and_its_first_column_stays(tab: Tab, si
     assert tab.ask("document.documentElement.scrollWidth") == PHONE
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_copy_button_is_seen_and_covers_no_letters(tab: Tab, site: Path, dark: bool) -> None:
-    tab.open((site / "phases/paged.html").as_uri(), width=PHONE, dark=dark)
-    tab.until("document.querySelector('.md-code__button') !== null")
-    found = tab.ask(
-        """(block => {
-            const [code, nav] = [block.querySelector("code"), block.querySelector(".md-code__nav")];
-            code.scrollLeft = 9999;
-            const letters = document.createRange();
-            letters.selectNodeContents(code);
-            const style = (element, name) => getComputedStyle(element)[name];
-            return {
-                letters: Math.max(...[...letters.getClientRects()].map(each => each.right)),
-                button: nav.getBoundingClientRect().left,
-                paper: [style(nav, "backgroundColor"), style(code, "backgroundColor")],
-                ink: [style(nav.firstElementChild, "color"), style(document.querySelector("h1"), "color")],
-            };
-        })(document.querySelector(".highlight"))"""
-    )
-    assert found["letters"] <= found["button"]
-    assert found["paper"][0] == found["paper"][1], "letters below it are hidden, not mixed with it"
-    assert found["ink"][0] == found["ink"][1], "as strong as a heading's letters, without a pointer over it"
-
-
 RESULTS = "[...document.querySelectorAll('.md-search-result__link')].map(each => each.href)"
 
 
@@ -116,18 +92,3 @@ def test_search_finds_something_in_a_site_opened_from_disk(tab: Tab, site: Path,
     links = found(tab, f"{(site / page).as_uri()}?q=padding")
     assert all(link.startswith(site.as_uri()) for link in links)
     tab.assert_well(site.as_uri())
-
-
-@pytest.mark.parametrize("asked", ["prefix+cache", "preemption", "chunked+prefill"])
-def test_search_finds_the_guide_before_the_reference(tab: Tab, site: Path, asked: str) -> None:
-    first = found(tab, f"{(site / 'index.html').as_uri()}?q={asked}")[0]
-    assert "/reference/" not in first
-    assert "/ledger.html" not in first
-
-
-def test_light_and_dark_follow_the_reader(tab: Tab, home: str) -> None:
-    backgrounds = set()
-    for dark in (False, True):
-        tab.open(f"{home}/index.html", dark=dark)
-        backgrounds.add(tab.ask("getComputedStyle(document.body).backgroundColor"))
-    assert len(backgrounds) == 2

@@ -44,11 +44,6 @@ def test_commands_are_found_without_an_activated_environment() -> None:
             assert line.startswith(("make ", ".venv/bin/", "curl ", "export ", " ", "#")), line
 
 
-def test_its_picture_is_there_and_small() -> None:
-    (picture,) = re.findall(r"!\[[^]]+\]\((\S+)\)", TEXT)
-    assert 0 < (ROOT / picture).stat().st_size < 200_000
-
-
 def test_its_measured_gains_are_those_of_the_start_page() -> None:
     start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     measured = re.findall(r"^\| (\d+) \| `\w+` \| .+ \| (.+) \|$", TEXT, re.MULTILINE)

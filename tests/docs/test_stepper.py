@@ -1,4 +1,4 @@
-"""The stepper in a real browser, in a site opened from disk: steps, sliders, keys, phones, contrast, and length."""
+"""The stepper in a real browser, in a site opened from disk: steps, settings, keys, phones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.observing.frames import StepTrace
 from common.startup.phases import find_phase, phase_names
 from docs.building import stepper
-from simulator import Arrival, Timelines, run, simulate_engine
 from tests.support.browser import DESKTOP, PHONE, Tab
 
 browser = pytest.mark.browser
@@ -187,54 +185,6 @@ def test_a_link_with_unknown_settings_changes_nothing(tab: Tab, page: str, site:
     tab.assert_well(site.as_uri())
 
 
-#: The contrast of a slider's track, right of its thumb, with the paper around it: of a screenshot, pixel by pixel.
-CONTRAST = """async shot => {
-    const image = new Image();
-    image.src = "data:image/png;base64," + shot;
-    await image.decode();
-    const canvas = Object.assign(document.createElement("canvas"), { width: image.width, height: image.height });
-    const pen = canvas.getContext("2d");
-    pen.drawImage(image, 0, 0);
-    const light = (x, y) => [...pen.getImageData(x, y, 1, 1).data].slice(0, 3).map(each => each / 255)
-        .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, each, index) => sum + each * [0.2126, 0.7152, 0.0722][index], 0.05);
-    const found = [light(image.width * 0.9 | 0, image.height / 2 | 0), light(image.width * 0.9 | 0, 0)];
-    return Math.max(...found) / Math.min(...found);
-}"""
-
-
-@browser
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_tracks_of_sliders_are_seen(tab: Tab, page: str, dark: bool) -> None:
-    opened(tab, page, dark=dark)
-    for index in range(4):
-        slider = f"document.querySelectorAll('.stepper [type=range]')[{index}]"
-        place = tab.ask(
-            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const b = e.getBoundingClientRect();"
-            f" return {{x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}}; }})({slider})"
-        )
-        shot = tab.command("Page.captureScreenshot", clip=place | {"scale": 1})["data"]
-        contrast = tab.ask(f"({CONTRAST})({shot!r})")
-        assert contrast >= (1.5 if tab.ask(f"{slider}.disabled") else 3), f"slider {index}: {contrast:.2f}"
-
-
-@browser
-def test_pointer_and_focus_name_a_request(tab: Tab, page: str) -> None:
-    opened(tab, page)
-    for _ in range(6):
-        tab.point("[data-do=on]", click=True)
-    tab.point(".sv-time")
-    about = "document.querySelector('.sv-about').textContent"
-    assert "a prompt of " in tab.until(about)
-    tab.point(".md-header")
-    assert tab.ask(about) == ""
-    tab.ask("document.querySelectorAll('.sv-chip')[1].focus()")
-    assert tab.ask(about).startswith("B ")
-    assert tab.ask("document.querySelectorAll('.sv-cold').length") > 0
-    tab.point(".sv-memory svg", corner=True)
-    assert tab.ask(about).startswith("A ")
-
-
 @browser
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -243,8 +193,6 @@ def test_it_can_be_read_everywhere(tab: Tab, page: str, site: Path, width: int, 
     for _ in range(12):
         tab.ask("document.querySelector('[data-do=on]').click()")
     assert tab.ask("document.documentElement.scrollWidth") <= width
-    paper = tab.ask("getComputedStyle(document.querySelector('.steps-viewer')).backgroundColor")
-    assert paper == ("rgb(30, 33, 41)" if dark else "rgb(255, 255, 255)")
     tab.assert_well(site.as_uri())
     assert tab.violations(".stepper") == []
 
@@ -284,50 +232,3 @@ def test_an_id_cannot_be_markup(tab: Tab, page: str) -> None:
     )
     assert "onerror" in tab.ask("document.querySelector('.sv-about').textContent")
     assert tab.ask("document.querySelectorAll('.steps-viewer img').length") == 0
-
-
-def long_trace(steps: int) -> str:
-    """Return the JSON trace of a busy engine with eight seats and 512 blocks."""
-    engine = simulate_engine(
-        8, stepper.COST, max_batch_size=8, max_seq_len=256, num_blocks=512, max_waiting_requests=10_000
-    )
-    trace = StepTrace(engine)
-    per_request = 55  # steps, with eight at once
-    arrivals = (
-        Arrival(i, i * 0.1, range(i % 7 * 1000, i % 7 * 1000 + 40 + i % 90), 30 + i % 60)
-        for i in range(steps * 8 // per_request)
-    )
-    run(engine, arrivals, Timelines())
-    trace.frames = trace.frames[:steps]
-    assert len(trace.frames) == steps
-    return json.dumps(trace.as_json())
-
-
-def picture_costs(tab: Tab, steps: int) -> list[dict[str, int]]:
-    """Show a trace of `steps` steps, play 25 moments and jump to 25 others. Returns the cost of each picture."""
-    tab.ask(
-        "globalThis.long = new StepViewer(document.querySelector('.steps-viewer')); "
-        f"long.show([{long_trace(steps)}]); 0"
-    )
-    assert tab.ask("long.moments.length") == steps
-    costs = []
-    for i in range(50):
-        moment = steps // 2 + i if i < 25 else i * 7919 % steps
-        with tab.counted() as cost:
-            tab.ask(
-                f"long.goTo({moment}); new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn)))"
-            )
-        costs.append(cost)
-    return costs
-
-
-@browser
-def test_a_picture_costs_the_same_in_a_long_trace(tab: Tab, page: str) -> None:
-    opened(tab, page)
-    short, long = picture_costs(tab, 1_000), picture_costs(tab, 10_000)
-    assert {cost["layouts"] for cost in short + long} == {1}
-    assert max(cost["elements"] for cost in long) < 1_000
-    assert max(cost["blocks"] for cost in long) < 1.5 * max(cost["blocks"] for cost in short), "of every step"
-    texts = "[...document.querySelectorAll('.sv-time text')].map(each => each.textContent)"
-    letters = tab.ask(f"{texts}.join('').length")
-    assert letters < 300, "each is laid out by itself: long names stand at every fifth step"

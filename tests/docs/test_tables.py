@@ -150,14 +150,6 @@ def test_results_become_tables_with_ratios(folder: Path) -> None:
     assert "phase 6 has no complete run: the server fell over." in rest()
 
 
-def test_a_readers_own_results_stand_beside_the_published_ones(folder: Path) -> None:
-    save(folder)
-    save(folder / "local", comparison="20990101-000000")
-    published, own = section().split("A Processor, 2 cores")[1:]
-    assert "measured in this checkout" not in published
-    assert own.startswith(", measured in this checkout")
-
-
 def test_a_verdict_needs_repeats_that_agree(folder: Path) -> None:
     save(folder, repeats=())
     for repeat, (ttft, attained) in enumerate(((1.0, 0.5), (1.2, 0.55), (0.8, 0.6)), start=1):
@@ -176,17 +168,6 @@ def test_a_verdict_needs_repeats_that_agree(folder: Path) -> None:
     assert [found[title] for title in ("TTFT p50", "TTFT p99")] == ["better", "better"]
     assert found["ITL p99"] == "**worse**"
     assert [found[title] for title in ("ITL p50", "SLO attainment")] == ["alike", "alike"]
-
-
-def test_verdicts_and_ratios_take_three_complete_runs_of_each_server(folder: Path) -> None:
-    for repeat in (1, 2):
-        save(folder, repeats=[repeat])
-        assert not any(verdicts(section()).values())
-        with pytest.raises(NotMeasuredError):
-            tables.ratio(*COMPARED, "TTFT p99")
-    save(folder, repeats=[3])
-    assert any(verdicts(section()).values())
-    assert tables.ratio(*COMPARED, "TTFT p99") == "×0.50"
 
 
 def test_a_criterion_is_met_if_every_model_keeps_every_bound(folder: Path) -> None:
@@ -225,19 +206,6 @@ def test_sweeps_have_tables_of_their_own(folder: Path) -> None:
     assert "seats=9" in own
     assert "measured in this checkout" in own
     assert "seats" not in section(), "a sweep is newer here, but is no comparison of phases"
-
-
-def test_comparisons_with_other_servers_have_tables_of_their_own(folder: Path) -> None:
-    for workload, quick in (("mixed", False), ("single", False), ("burst", True)):
-        for label, order in (("phase 5", 5), ("vLLM 0.1", 102)):
-            info = {"name": workload, "arrivals": "burst", "quick": quick}
-            a_run(label, order, workload=info, comparison=f"2026-{workload}").save(folder / "peers")
-    save(folder)
-    shown = tables.peers_tables()
-    assert shown.count("| phase 5 | vLLM 0.1 |") == 2
-    assert '"mixed: phase 5, vLLM 0.1"' in shown
-    assert "burst" not in shown, "it has too few requests to be quoted"
-    assert "phase 4" not in shown
 
 
 def test_a_section_has_a_tab_for_each_model_with_one_figure_and_one_table(folder: Path) -> None:
@@ -290,26 +258,3 @@ def test_a_chart_has_a_curve_for_each_value_of_a_column(folder: Path) -> None:
     drawn = charts.line_chart("decode_step", "blocks", "ms", by="note", title="", y_title="")
     assert re.findall(r">(random|least loaded)<", drawn) == ["random", "least loaded"]
     assert [path.count("L") for path in re.findall(r'class="line \w+" d="(.+?)"', drawn)] == [0, 1]
-
-
-def test_a_chart_keeps_its_marks_within_its_frame() -> None:
-    curves = [charts.Curve("one", [(1, 0.3), (64, 900)]), charts.Curve("other", [(1, 5), (64, 5)])]
-    drawn = charts.draw(curves, title="", x_title="rows", y_title="ms")
-    shapes = " ".join(re.findall(r"<(?:circle|rect)[^>]+>", drawn))
-    marks = re.findall(r'c?x="([\d.]+)" c?y="([\d.]+)"', shapes)
-    assert len(marks) == 4
-    assert all(0 <= float(x) <= charts.WIDTH and 0 <= float(y) <= charts.HEIGHT for x, y in marks)
-
-
-def test_linear_axes_begin_at_0_and_have_equal_steps() -> None:
-    curve = charts.Curve("one", [(1, 10), (2, 20), (4, 40), (64, 54)])
-    drawn = charts.draw([curve], title="", x_title="rows", y_title="ms", linear=True)
-    (first, y10), (second, y20), (third, y40), _ = (
-        (float(x), float(y)) for x, y in re.findall(r'<circle[^>]+cx="([\d.]+)" cy="([\d.]+)"', drawn)
-    )
-    assert third - second == pytest.approx(2 * (second - first), abs=0.2)
-    assert y20 - y40 == pytest.approx(2 * (y10 - y20), abs=0.2)
-    assert ">0<" in drawn
-    assert [label for label in ("1", "2", "4", "64") if f">{label}<" in drawn] == ["4", "64"], (
-        "1 and 2 overlap 4"
-    )
