@@ -156,6 +156,8 @@ def test_a_response_repeats_its_settings(server: ServerProcess) -> None:
     }
     answer = respond(server, **fields)
     assert {name: answer[name] for name in fields} == fields
+    numbers = respond(server, metadata={"count": 2**70, "text": "2"})
+    assert numbers["metadata"] == {"count": str(2**70), "text": "2"}, "values are texts, as with OpenAI"
     plain = respond(server, temperature=None)
     assert (plain["temperature"], plain["top_p"], plain["truncation"]) == (1.0, 1.0, "disabled")
     assert plain["text"] == {"format": {"type": "text"}}

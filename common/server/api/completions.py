@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -125,7 +125,10 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: Annotated[
         Annotated[Whole, Field(ge=0, le=20)] | None,
-        BeforeValidator(lambda value: None if value is False else value),
+        BeforeValidator(
+            lambda value: None if value is False else value,
+            json_schema_input_type=Annotated[int, Field(ge=0, le=20)] | Literal[False] | None,
+        ),
     ] = Field(
         default=None,
         description="log-probabilities of each sampled token, and of so many of the likeliest tokens",

@@ -21,6 +21,7 @@ number as `sequence_number`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -428,7 +429,10 @@ class ResponsesRequest(ConversationRequest):
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": self.metadata or {},
+            "metadata": {
+                name: value if isinstance(value, str) else json.dumps(value)
+                for name, value in (self.metadata or {}).items()
+            },
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
