@@ -71,33 +71,25 @@ class Prediction(BaseModel):
 class ChatRequest(ConversationRequest):
     """The body of `POST /v1/chat/completions`. null means the default, for all but `messages`."""
 
-    messages: Messages = Field(
-        description="each with a `role` and a `content`: a text, or parts of type text"
-    )
-    max_completion_tokens: NewTokens = Field(
-        default=None, description="at most as many as fit after the conversation, which is the default"
-    )
-    max_tokens: NewTokens = Field(default=None, description="the older name of `max_completion_tokens`")
-    logprobs: bool | None = Field(
-        default=False, description="the log-probability of each sampled token is returned"
-    )
-    top_logprobs: Whole | None = Field(
-        default=None,
-        ge=0,
-        le=20,
-        description="with `logprobs`: the log-probabilities of so many of the likeliest tokens, too",
-    )
+    messages: Messages
+    """each with a `role` and a `content`: a text, or parts of type text"""
+    max_completion_tokens: NewTokens = None
+    """at most as many as fit after the conversation, which is the default"""
+    max_tokens: NewTokens = None
+    """the older name of `max_completion_tokens`"""
+    logprobs: bool | None = False
+    """the log-probability of each sampled token is returned"""
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=20)
+    """with `logprobs`: the log-probabilities of so many of the likeliest tokens, too"""
     reasoning_effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
     verbosity: str | None = Field(default=None, description=VERBOSITY)
-    prediction: Prediction | None = Field(
-        default=None,
-        description="text that the answer will probably contain; where it does, phase 10 answers faster; it "
-        "changes no answer",
-    )
+    prediction: Prediction | None = None
+    """text that the answer will probably contain; where it does, phase 10 answers faster; it changes no answer"""
 
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
 
-    store: bool | None = Field(default=False, description="chats are not stored")
+    store: bool | None = False
+    """chats are not stored"""
 
     @property
     def turns(self) -> Sequence[ChatMessage]:

@@ -115,25 +115,20 @@ class CompletionRequest(GenerationRequest):
     adds_special_tokens_by_default: ClassVar[bool] = True
     default_new_tokens: ClassVar[int | None] = 128
 
-    prompt: GivenPrompt = Field(
-        description="one prompt or several; special tokens are added to text, not to token ids"
-    )
-    max_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(no_limit)] = Field(
-        default=None,
-        description="default: 128, or fewer if fewer fit; 0 computes only the prompt, for `echo` or "
-        "`prompt_logprobs`",
-    )
+    prompt: GivenPrompt
+    """one prompt or several; special tokens are added to text, not to token ids"""
+    max_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(no_limit)] = None
+    """default: 128, or fewer if fewer fit; 0 computes only the prompt, for `echo` or `prompt_logprobs`"""
     logprobs: Annotated[
         Annotated[Whole, Field(ge=0, le=20)] | None,
         BeforeValidator(
             lambda value: None if value is False else value,
             json_schema_input_type=Annotated[int, Field(ge=0, le=20)] | Literal[False] | None,
         ),
-    ] = Field(
-        default=None,
-        description="log-probabilities of each sampled token, and of so many of the likeliest tokens",
-    )
-    best_of: Whole | None = Field(default=None, ge=1, description="must equal n, since every choice is sent")
+    ] = None
+    """log-probabilities of each sampled token, and of so many of the likeliest tokens"""
+    best_of: Whole | None = Field(default=None, ge=1)
+    """must equal n, since every choice is sent"""
 
     @property
     def num_prompts(self) -> int:

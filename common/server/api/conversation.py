@@ -58,24 +58,20 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         json_schema_extra={"enum": ["system", "developer", "user", "assistant", "tool"]}
     )
-    content: Content | None = Field(
-        default=None, description="a text, or a list of parts of type text; null is an empty text"
-    )
-    name: str | None = Field(default=None, description="a name, which some templates show")
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="an assistant's calls, as they were in its answer"
-    )
-    reasoning_content: str | None = Field(
-        default=None,
-        description="an assistant's thoughts, as they were in its answer; the template may leave them out",
-    )
-    reasoning: str | None = Field(default=None, description="another name of `reasoning_content`")
-    provider_specific_fields: dict[str, Any] | None = Field(
-        default=None, description="litellm's copy of an answer's fields, which it sends back; not read"
-    )
-    tool_call_id: str | None = Field(
-        default=None, max_length=256, description="in a `tool` message: the id of the call that it answers"
-    )
+    content: Content | None = None
+    """a text, or a list of parts of type text; null is an empty text"""
+    name: str | None = None
+    """a name, which some templates show"""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    """an assistant's calls, as they were in its answer"""
+    reasoning_content: str | None = None
+    """an assistant's thoughts, as they were in its answer; the template may leave them out"""
+    reasoning: str | None = None
+    """another name of `reasoning_content`"""
+    provider_specific_fields: dict[str, Any] | None = None
+    """litellm's copy of an answer's fields, which it sends back; not read"""
+    tool_call_id: str | None = Field(default=None, max_length=256)
+    """in a `tool` message: the id of the call that it answers"""
 
     def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
         """Return the message as a chat template reads it. `called` maps the ids of calls to function names."""
@@ -143,21 +139,17 @@ VERBOSITY = "how long the answer is, if the template has the variable `verbosity
 class TemplateOptions(BaseModel):
     """Fields that say how a conversation becomes the text of a prompt (by the model's chat template)."""
 
-    add_generation_prompt: bool | None = Field(
-        default=None,
-        description="whether the model is to begin a message of its own; default: unless it continues one",
-    )
-    continue_final_message: bool | None = Field(
-        default=None,
-        description="the model goes on with the last message instead of answering it; default: if it is the "
-        "assistant's, and `add_generation_prompt` is not given",
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="variables for the template, such as `enable_thinking`"
-    )
-    tools: Tools | None = Field(
-        default=None, description="functions that the model may call, each with a name and a JSON Schema"
-    )
+    model_config = BODY
+
+    add_generation_prompt: bool | None = None
+    """whether the model is to begin a message of its own; default: unless it continues one"""
+    continue_final_message: bool | None = None
+    """the model goes on with the last message instead of answering it; default: if it is the assistant's, and
+    `add_generation_prompt` is not given"""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """variables for the template, such as `enable_thinking`"""
+    tools: Tools | None = None
+    """functions that the model may call, each with a name and a JSON Schema"""
 
     @property
     def hints(self) -> dict[str, str | None]:
@@ -268,9 +260,8 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
     has_parts: ClassVar[bool] = True
     cuts_max_tokens: ClassVar[bool] = True
 
-    parallel_tool_calls: bool | None = Field(
-        default=True, description="an answer may have several calls; false: one at most"
-    )
+    parallel_tool_calls: bool | None = True
+    """an answer may have several calls; false: one at most"""
 
     tool_choice: Any = None  # each body has a type of its own
 

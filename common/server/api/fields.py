@@ -24,8 +24,9 @@ from common.constrained.grammar import Grammar
 from common.errors import InvalidGrammarError
 from common.server.errors import ApiError, refused, shorten
 
-# Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them.
-BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+# Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them. The text below a
+# field is its description in the OpenAPI document.
+BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True)
 
 
 class Unimplemented(NamedTuple):
@@ -246,8 +247,10 @@ class JsonSchemaFormat(BaseModel):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
-    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+    schema_: dict[str, Any] = Field(alias="schema")
+    """a JSON Schema"""
+    strict: bool | None = None
+    """whatever it is, every answer follows the schema"""
 
 
 class ResponseFormat(BaseModel):
@@ -256,11 +259,12 @@ class ResponseFormat(BaseModel):
     model_config = BODY
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = Field(default=None, description="with type `json_schema`")
-    schema_: dict[str, Any] | None = Field(
-        default=None, alias="schema", description="with type `json_object`: a JSON Schema, as in llama.cpp"
-    )
-    value: dict[str, Any] | None = Field(default=None, description="another name of `schema`")
+    json_schema: JsonSchemaFormat | None = None
+    """with type `json_schema`"""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """with type `json_object`: a JSON Schema, as in llama.cpp"""
+    value: dict[str, Any] | None = None
+    """another name of `schema`"""
 
     @property
     def named_grammar(self) -> tuple[str, Grammar] | None:
@@ -300,16 +304,14 @@ class StructuredOutputs(BaseModel):
     model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 
-    json_: JsonSchema | None = Field(
-        default=None, alias="json", description="a JSON Schema, or its JSON text"
-    )
-    regex: str | None = Field(
-        default=None, description="in the syntax of Rust's regex; matches the whole answer"
-    )
-    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None, description="the answer is one of these"
-    )
-    grammar: str | None = Field(default=None, description="in Lark's notation or llama.cpp's (GBNF)")
+    json_: JsonSchema | None = Field(default=None, alias="json")
+    """a JSON Schema, or its JSON text"""
+    regex: str | None = None
+    """in the syntax of Rust's regex; matches the whole answer"""
+    choice: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = None
+    """the answer is one of these"""
+    grammar: str | None = None
+    """in Lark's notation or llama.cpp's (GBNF)"""
 
     @property
     def named_grammar(self) -> tuple[str, Grammar]:

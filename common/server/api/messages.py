@@ -94,7 +94,8 @@ class ThinkingBlock(BaseModel):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = Field(default="", description="not read")
+    signature: str = ""
+    """not read"""
 
 
 class RedactedThinkingBlock(BaseModel):
@@ -133,7 +134,8 @@ class ToolResultBlock(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: chat.Label
     content: Texts | None = None
-    is_error: bool | None = Field(default=None, description="a label: the content says what failed")
+    is_error: bool | None = None
+    """a label: the content says what failed"""
 
 
 Block = Annotated[
@@ -209,7 +211,8 @@ class CustomTool(FunctionFields):
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-    parameters: dict[str, Any] = Field(alias="input_schema", description="a JSON Schema of an object")
+    parameters: dict[str, Any] = Field(alias="input_schema")
+    """a JSON Schema of an object"""
 
     @property
     def function(self) -> CustomTool:
@@ -229,12 +232,12 @@ class ToolChoice(BaseModel):
 
     model_config = BODY
 
-    type: Literal["auto", "any", "tool", "none"] = Field(
-        description="`auto`: the model decides; `any`: it calls tools; `tool`: it calls the tool `name`; `none`: "
-        "it calls none, and is told of none"
-    )
+    type: Literal["auto", "any", "tool", "none"]
+    """`auto`: the model decides; `any`: it calls tools; `tool`: it calls the tool `name`; `none`: it calls none,
+    and is told of none"""
     name: chat.Label | None = None
-    disable_parallel_tool_use: bool | None = Field(default=None, description="an answer has one call at most")
+    disable_parallel_tool_use: bool | None = None
+    """an answer has one call at most"""
 
 
 class Thinking(BaseModel):
@@ -242,9 +245,12 @@ class Thinking(BaseModel):
 
     model_config = BODY
 
-    type: str = Field(description="`disabled`, or any other word to think; default: the template's")
-    budget_tokens: int | None = Field(default=None, description="not read: the model decides")
-    display: str | None = Field(default=None, description="not read: thoughts are shown")
+    type: str
+    """`disabled`, or any other word to think; default: the template's"""
+    budget_tokens: int | None = None
+    """not read: the model decides"""
+    display: str | None = None
+    """not read: thoughts are shown"""
 
 
 class JsonFormat(BaseModel):
@@ -253,7 +259,8 @@ class JsonFormat(BaseModel):
     model_config = BODY
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+    schema_: dict[str, Any] = Field(alias="schema")
+    """a JSON Schema"""
 
 
 class OutputConfig(BaseModel):
@@ -275,33 +282,28 @@ class MessagesRequest(ConversationRequest):
         "Anthropic's messages",
     )
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)] = Field(
-        description="each with a `role` and a `content`: a text, or blocks (text, thinking, tool_use, tool_result)"
-    )
-    system: Texts | None = Field(default=None, description="a text, or blocks of text, before the messages")
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="default: as many as fit after the conversation"
-    )
-    stop_sequences: Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = Field(
-        default=None, description="strings that end the answer, left out of its text"
-    )
-    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] | None = Field(  # type: ignore[assignment]  # chat has them in an envelope
-        default=None, description="tools that the client runs; those of other types are left out"
-    )
-    tool_choice: ToolChoice | None = Field(
-        default=None, description="whether the model calls tools; default: it decides"
-    )
-    thinking: Thinking | None = Field(
-        default=None, description="whether it thinks first; default: the template's"
-    )
-    output_config: OutputConfig | None = Field(
-        default=None, description="how much the model reasons, and the form of its answer"
-    )
-    metadata: dict[str, Any] | None = Field(
-        default=None, description="a label: the log has its `user_id` as the user"
-    )
-    thread: Any = Field(default=None, description="refused: send the whole conversation")
-    stream: bool | None = Field(default=False, description="answer with an event stream")
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
+    """each with a `role` and a `content`: a text, or blocks (text, thinking, tool_use, tool_result)"""
+    system: Texts | None = None
+    """a text, or blocks of text, before the messages"""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """default: as many as fit after the conversation"""
+    stop_sequences: Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = None
+    """strings that end the answer, left out of its text"""
+    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] | None = None  # type: ignore[assignment]  # chat has them in an envelope
+    """tools that the client runs; those of other types are left out"""
+    tool_choice: ToolChoice | None = None
+    """whether the model calls tools; default: it decides"""
+    thinking: Thinking | None = None
+    """whether it thinks first; default: the template's"""
+    output_config: OutputConfig | None = None
+    """how much the model reasons, and the form of its answer"""
+    metadata: dict[str, Any] | None = None
+    """a label: the log has its `user_id` as the user"""
+    thread: Any = None
+    """refused: send the whole conversation"""
+    stream: bool | None = False
+    """answer with an event stream"""
 
     def model_post_init(self, _: Any) -> None:
         """Set the fields of chat whose names or forms differ in Anthropic's API."""

@@ -47,10 +47,8 @@ class ContentPart(BaseModel):
 
     type: Literal["input_text", "output_text"]
     text: str
-    logprobs: list[Any] | None = Field(
-        default=None,
-        description="of an answer, if `include` asks for them; in the input, they change nothing",
-    )
+    logprobs: list[Any] | None = None
+    """of an answer, if `include` asks for them; in the input, they change nothing"""
 
 
 Content = Annotated[
@@ -76,7 +74,8 @@ class MessageItem(ItemFields):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="a label")
+    phase: Literal["commentary", "final_answer"] | None = None
+    """a label"""
 
 
 class FunctionCall(ItemFields):
@@ -85,8 +84,10 @@ class FunctionCall(ItemFields):
     type: Literal["function_call"]
     call_id: Label
     name: Label
-    namespace: Label | None = Field(default=None, description="of the function, if it is in one")
-    arguments: str = Field(description="the JSON text of an object")
+    namespace: Label | None = None
+    """of the function, if it is in one"""
+    arguments: str
+    """the JSON text of an object"""
 
     def as_call(self) -> ToolCall:
         name = flat_name(self.namespace, self.name)
@@ -100,8 +101,10 @@ class FunctionCallOutput(ItemFields):
     type: Literal["function_call_output"]
     call_id: Label
     output: Content
-    name: Label | None = Field(default=None, description="a label")
-    namespace: Label | None = Field(default=None, description="a label")
+    name: Label | None = None
+    """a label"""
+    namespace: Label | None = None
+    """a label"""
 
 
 class ThoughtPart(BaseModel):
@@ -121,7 +124,8 @@ class ReasoningItem(ItemFields):
 
     type: Literal["reasoning"]
     content: ReasoningParts | None = None
-    summary: ReasoningParts | None = Field(default=None, description="taken where there is no content")
+    summary: ReasoningParts | None = None
+    """taken where there is no content"""
 
 
 class ItemReference(ItemFields):

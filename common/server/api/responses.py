@@ -110,10 +110,8 @@ class FunctionTool(FunctionFields):
     places: ClassVar[tuple[str, ...]] = ("tools of responses",)
 
     type: Literal["function"]
-    strict: bool | None = Field(
-        default=True,
-        description="whether calls follow the schema also where `tool_choice` does not require one",
-    )
+    strict: bool | None = True
+    """whether calls follow the schema also where `tool_choice` does not require one"""
 
     def as_function(self) -> Function:
         return dataclasses.replace(super().as_function(), strict=self.strict is not False)
@@ -131,7 +129,8 @@ class Namespace(BaseModel):
 
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = Field(default=None, description="a label")
+    description: str | None = None
+    """a label"""
     tools: Annotated[
         list[
             Annotated[
@@ -163,7 +162,8 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     name: FunctionName
-    namespace: str | None = Field(default=None, max_length=128, description="of the function")
+    namespace: str | None = Field(default=None, max_length=128)
+    """of the function"""
 
     @property
     def called(self) -> str:
@@ -213,12 +213,14 @@ class TextFormat(BaseModel):
     model_config = BODY
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(default=None, description="with type `json_schema`, a label")
-    description: str | None = Field(default=None, description="a label")
-    schema_: dict[str, Any] | None = Field(
-        default=None, alias="schema", description="with type `json_schema`: a JSON Schema"
-    )
-    strict: bool | None = Field(default=None, description="whatever it is, every answer follows the schema")
+    name: str | None = None
+    """with type `json_schema`, a label"""
+    description: str | None = None
+    """a label"""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """with type `json_schema`: a JSON Schema"""
+    strict: bool | None = None
+    """whatever it is, every answer follows the schema"""
 
 
 class TextOptions(BaseModel):
@@ -249,20 +251,19 @@ class ResponsesRequest(ConversationRequest):
         "responses",
     )
 
-    input: Input = Field(
-        description="a text, or a list of items: messages, reasoning, function calls and their outputs"
-    )
-    instructions: str | None = Field(default=None, description="a system message before the input")
-    max_output_tokens: NewTokens = Field(
-        default=None, description="at most as many as fit after the conversation, which is the default"
-    )
-    text: TextOptions | None = Field(default=None, description="the form of the answer")
-    reasoning: ReasoningOptions | None = Field(default=None, description="how the model reasons")
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(  # type: ignore[assignment]  # chat has them in an envelope
-        default=None,
-        description="functions that the model may call, each with a name and a JSON Schema, and namespaces of such "
-        "functions; tools of other types are skipped",
-    )
+    input: Input
+    """a text, or a list of items: messages, reasoning, function calls and their outputs"""
+    instructions: str | None = None
+    """a system message before the input"""
+    max_output_tokens: NewTokens = None
+    """at most as many as fit after the conversation, which is the default"""
+    text: TextOptions | None = None
+    """the form of the answer"""
+    reasoning: ReasoningOptions | None = None
+    """how the model reasons"""
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None  # type: ignore[assignment]  # chat has them in an envelope
+    """functions that the model may call, each with a name and a JSON Schema, and namespaces of such functions;
+    tools of other types are skipped"""
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
         default=None, description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text"
@@ -270,17 +271,14 @@ class ResponsesRequest(ConversationRequest):
     top_logprobs: Whole | None = Field(
         default=None, ge=0, le=20, description=f"likeliest tokens beside each; with `{LOGPROBS}` in `include`"
     )
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default="disabled",
-        description="`auto`: a conversation that is too long is cut, and its last tokens stay",
-    )
-    stream: bool | None = Field(default=False, description="answer with an event stream")
-    previous_response_id: str | None = Field(
-        default=None, description="a stored response, whose conversation the input continues"
-    )
-    store: bool | None = Field(
-        default=True, description="the response is stored, unless the server stores none"
-    )
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    """`auto`: a conversation that is too long is cut, and its last tokens stay"""
+    stream: bool | None = False
+    """answer with an event stream"""
+    previous_response_id: str | None = None
+    """a stored response, whose conversation the input continues"""
+    store: bool | None = True
+    """the response is stored, unless the server stores none"""
 
     # The stored items that the input continues, and what stores the response.
     _earlier: list[Any] = PrivateAttr(default_factory=list)

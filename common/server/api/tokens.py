@@ -28,16 +28,16 @@ class TokenizeRequest(Body, TemplateOptions):
 
     places: ClassVar[tuple[str, ...]] = ("conversations",)
 
-    model: str | None = Field(default=None, description="a name of the served model; default: that model")
-    prompt: str | None = Field(default=None, description="a text, or else `messages`")
-    messages: Messages | None = Field(default=None, description="a conversation, as for chat")
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="default: true for a prompt, false for a conversation, whose template adds them",
-    )
-    return_token_strs: bool | None = Field(
-        default=False, description="the spelling of each token in the vocabulary is returned, too"
-    )
+    model: str | None = None
+    """a name of the served model; default: that model"""
+    prompt: str | None = None
+    """a text, or else `messages`"""
+    messages: Messages | None = None
+    """a conversation, as for chat"""
+    add_special_tokens: bool | None = None
+    """default: true for a prompt, false for a conversation, whose template adds them"""
+    return_token_strs: bool | None = False
+    """the spelling of each token in the vocabulary is returned, too"""
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -64,7 +64,8 @@ class TokenizeRequest(Body, TemplateOptions):
 class DetokenizeRequest(Body):
     """The body of `POST /detokenize`: token ids."""
 
-    model: str | None = Field(default=None, description="a name of the served model; default: that model")
+    model: str | None = None
+    """a name of the served model; default: that model"""
     tokens: list[TokenId] = Field(fail_fast=True)
 
     def check(self, limits: Limits) -> None:

@@ -40,14 +40,12 @@ class FunctionFields(BaseModel):
     model_config = BODY
 
     name: FunctionName
-    description: str | None = Field(default=None, description="a description for the model")
-    parameters: dict[str, Any] | None = Field(
-        default=None, description="a JSON Schema of an object; default: the function has no arguments"
-    )
-    strict: bool | None = Field(
-        default=False,
-        description="whether calls follow the schema also where `tool_choice` does not require one",
-    )
+    description: str | None = None
+    """a description for the model"""
+    parameters: dict[str, Any] | None = None
+    """a JSON Schema of an object; default: the function has no arguments"""
+    strict: bool | None = False
+    """whether calls follow the schema also where `tool_choice` does not require one"""
 
     def as_function(self) -> Function:
         parameters = NO_ARGUMENTS if self.parameters is None else self.parameters
@@ -218,7 +216,8 @@ class CalledFunction(BaseModel):
     model_config = BODY
 
     name: FunctionName
-    arguments: str = Field(description="JSON text")
+    arguments: str
+    """JSON text"""
 
 
 class ToolCall(BaseModel):
@@ -229,7 +228,8 @@ class ToolCall(BaseModel):
     id: str = Field(default="", max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(default=None, description="not read; streamed calls have it")
+    index: int | None = None
+    """not read; streamed calls have it"""
 
     def for_template(self) -> dict[str, Any]:
         return call_for_template(self.id, self.function.name, self.function.arguments)

@@ -76,12 +76,10 @@ class StreamOptions(BaseModel):
     model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("stream_options",)
 
-    include_usage: bool | None = Field(
-        default=False, description="a last `usage` event with empty `choices` and the usage of all choices"
-    )
-    continuous_usage_stats: bool | None = Field(
-        default=False, description="every `token` event carries its choice's usage so far"
-    )
+    include_usage: bool | None = False
+    """a last `usage` event with empty `choices` and the usage of all choices"""
+    continuous_usage_stats: bool | None = False
+    """every `token` event carries its choice's usage so far"""
 
 
 class GenerationRequest(Body):
@@ -92,146 +90,86 @@ class GenerationRequest(Body):
     default_new_tokens: ClassVar[int | None] = None  # the most new tokens by default; None: as many as fit
     cuts_max_tokens: ClassVar[bool] = False  # more new tokens than fit behind the prompt are no error
 
-    model: str | None = Field(
-        default=None, description="a name of the served model, as `/v1/models` gives it; default: that model"
-    )
+    model: str | None = None
+    """a name of the served model, as `/v1/models` gives it; default: that model"""
     # If one of these five is null, the model's own default applies: `Engine.default_params`.
-    temperature: float | None = Field(
-        default=None, ge=0.0, description="0 is greedy; default: the model's, or 1"
-    )
-    top_p: float | None = Field(
-        default=None,
-        ge=0.0,
-        le=1.0,
-        description="keep the likeliest tokens until their probabilities add up to this; 0 is greedy; default: "
-        "the model's, or 1",
-    )
-    top_k: Whole | None = Field(
-        default=None,
-        ge=-1,
-        lt=2**31,
-        description="keep so many of the likeliest tokens; 0 and -1: all; default: the model's, or all",
-    )
-    min_p: float | None = Field(
-        default=None,
-        ge=0.0,
-        le=1.0,
-        description="keep tokens with at least this share of the likeliest token's probability; default: the "
-        "model's, or 0",
-    )
-    repetition_penalty: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="logits of tokens in prompt or answer are divided by this if positive, else multiplied; "
-        "default: the model's, or 1",
-    )
-    presence_penalty: float | None = Field(
-        default=0.0, ge=-2.0, le=2.0, description="subtracted from the logits of tokens in the answer so far"
-    )
-    frequency_penalty: float | None = Field(
-        default=0.0,
-        ge=-2.0,
-        le=2.0,
-        description="subtracted from a token's logit once for each time that the answer has it so far",
-    )
-    stop: Stop | None = Field(
-        default=None, description="at most 16 strings, left out of the text; empty ones are not looked for"
-    )
-    stop_token_ids: list[TokenId] | None = Field(
-        default=None, max_length=256, fail_fast=True, description="tokens that end the answer, like EOS"
-    )
-    seed: Whole | None = Field(
-        default=None,
-        ge=-(2**63),
-        lt=2**63,
-        description="choice j of a prompt uses seed + j; -1: a random seed",
-    )
-    stream: bool | None = Field(
-        default=None,
-        description="default: JSON if Accept asks for application/json, else a stream; under `/openai/`, false",
-    )
-    stream_options: StreamOptions | None = Field(
-        default=None, description="what a stream reports besides text"
-    )
-    n: Whole | None = Field(default=1, ge=1, le=16, description="choices for each prompt")
-    ignore_eos: bool | None = Field(default=False, description="go on to max_tokens")
-    min_tokens: Whole | None = Field(
-        default=0,
-        ge=0,
-        description="before so many tokens, no EOS, stop token or stop string ends the answer",
-    )
-    truncate_prompt_tokens: Whole | None = Field(
-        default=None,
-        ge=-1,
-        description="a longer prompt is cut to so many tokens; -1: to as many as fit before `max_tokens`",
-        json_schema_extra={"not": {"const": 0}},
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default="left",
-        description="the side at which a prompt that is too long is cut: `left` keeps the last tokens",
-    )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="cached blocks are shared only with requests that have the same salt",
-    )
-    response_format: ResponseFormat | None = Field(default=None, description="JSON answers")
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="the form of the answer; not together with `response_format`"
-    )
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="whether a prompt of text gets the tokenizer's special tokens; default: true for completions, "
-        "false for chat, whose template writes its own",
-    )
-    priority: Whole | None = Field(
-        default=0,
-        ge=-(2**31),
-        lt=2**31,
-        description="requests with a lower number go first, then those that arrived first; phase 4 takes only 0",
-    )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = Field(
-        default=None,
-        description="only these tokens are sampled; without EOS among them, EOS is not sampled either",
-    )
-    bad_words: list[BadWord] | None = Field(
-        default=None, max_length=256, fail_fast=True, description="words that no token may complete"
-    )
-    include_stop_str_in_output: bool | None = Field(
-        default=False, description="the text ends with the stop string, instead of before it"
-    )
-    skip_special_tokens: bool | None = Field(
-        default=True, description="special tokens are left out of the text"
-    )
-    echo: bool | None = Field(
-        default=False,
-        description="the text begins with the prompt, and its log-probabilities are included if asked for; in a "
-        "chat, it begins with the last message if that is an assistant's",
-    )
-    prompt_logprobs: Whole | None = Field(
-        default=None,
-        ge=0,
-        le=20,
-        description="log-probabilities of the prompt's tokens after the first, and of so many likeliest tokens in "
-        "each place",
-    )
-    return_token_ids: bool | None = Field(
-        default=False, description="the token ids of prompt and answer are returned, too"
-    )
+    temperature: float | None = Field(default=None, ge=0.0)
+    """0 is greedy; default: the model's, or 1"""
+    top_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """keep the likeliest tokens until their probabilities add up to this; 0 is greedy; default: the model's, or
+    1"""
+    top_k: Whole | None = Field(default=None, ge=-1, lt=2**31)
+    """keep so many of the likeliest tokens; 0 and -1: all; default: the model's, or all"""
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """keep tokens with at least this share of the likeliest token's probability; default: the model's, or 0"""
+    repetition_penalty: float | None = Field(default=None, gt=0.0)
+    """logits of tokens in prompt or answer are divided by this if positive, else multiplied; default: the model's,
+    or 1"""
+    presence_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    """subtracted from the logits of tokens in the answer so far"""
+    frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
+    """subtracted from a token's logit once for each time that the answer has it so far"""
+    stop: Stop | None = None
+    """at most 16 strings, left out of the text; empty ones are not looked for"""
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    """tokens that end the answer, like EOS"""
+    seed: Whole | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """choice j of a prompt uses seed + j; -1: a random seed"""
+    stream: bool | None = None
+    """default: JSON if Accept asks for application/json, else a stream; under `/openai/`, false"""
+    stream_options: StreamOptions | None = None
+    """what a stream reports besides text"""
+    n: Whole | None = Field(default=1, ge=1, le=16)
+    """choices for each prompt"""
+    ignore_eos: bool | None = False
+    """go on to max_tokens"""
+    min_tokens: Whole | None = Field(default=0, ge=0)
+    """before so many tokens, no EOS, stop token or stop string ends the answer"""
+    truncate_prompt_tokens: Whole | None = Field(default=None, ge=-1, json_schema_extra={"not": {"const": 0}})
+    """a longer prompt is cut to so many tokens; -1: to as many as fit before `max_tokens`"""
+    truncation_side: Literal["left", "right"] | None = "left"
+    """the side at which a prompt that is too long is cut: `left` keeps the last tokens"""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    """cached blocks are shared only with requests that have the same salt"""
+    response_format: ResponseFormat | None = None
+    """JSON answers"""
+    structured_outputs: StructuredOutputs | None = None
+    """the form of the answer; not together with `response_format`"""
+    add_special_tokens: bool | None = None
+    """whether a prompt of text gets the tokenizer's special tokens; default: true for completions, false for chat,
+    whose template writes its own"""
+    priority: Whole | None = Field(default=0, ge=-(2**31), lt=2**31)
+    """requests with a lower number go first, then those that arrived first; phase 4 takes only 0"""
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    """only these tokens are sampled; without EOS among them, EOS is not sampled either"""
+    bad_words: list[BadWord] | None = Field(default=None, max_length=256, fail_fast=True)
+    """words that no token may complete"""
+    include_stop_str_in_output: bool | None = False
+    """the text ends with the stop string, instead of before it"""
+    skip_special_tokens: bool | None = True
+    """special tokens are left out of the text"""
+    echo: bool | None = False
+    """the text begins with the prompt, and its log-probabilities are included if asked for; in a chat, it begins
+    with the last message if that is an assistant's"""
+    prompt_logprobs: Whole | None = Field(default=None, ge=0, le=20)
+    """log-probabilities of the prompt's tokens after the first, and of so many likeliest tokens in each place"""
+    return_token_ids: bool | None = False
+    """the token ids of prompt and answer are returned, too"""
     # Labels do not change how a request is served: this server has no accounts that they could belong to.
-    user: str | None = Field(
-        default=None, max_length=256, description="a label, which is written to the server's log"
-    )
-    safety_identifier: str | None = Field(default=None, description="a label")
-    prompt_cache_key: str | None = Field(default=None, description="a label")
-    metadata: dict[str, Any] | None = Field(default=None, description="labels, by name")
+    user: str | None = Field(default=None, max_length=256)
+    """a label, which is written to the server's log"""
+    safety_identifier: str | None = None
+    """a label"""
+    prompt_cache_key: str | None = None
+    """a label"""
+    metadata: dict[str, Any] | None = None
+    """labels, by name"""
     logit_bias: dict[str, Any] | None = Field(
         default=None,
         max_length=1024,
-        description="a map from token ids to numbers from -100 to 100, which are added to their logits first",
         json_schema_extra={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
     )
+    """a map from token ids to numbers from -100 to 100, which are added to their logits first"""
 
     # ------------------------------------------------------------------ different for each body
 
