@@ -52,14 +52,6 @@ def test_phases_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert line.split(maxsplit=2) == [str(phase.number), name, phase.idea]
 
 
-@pytest.mark.parametrize("words", ["-h", "--help"])
-def test_help_names_every_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 0
-    said = capsys.readouterr().out
-    for word in ("serve PHASE", "chat", "phases", "compare", "run", "plots", "demo"):
-        assert f"infer {word} " in said
-
-
 @pytest.mark.parametrize("words", ["", "sevre 7", "phases 7", "--port 0"])
 def test_words_that_make_no_command(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2

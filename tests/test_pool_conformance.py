@@ -131,15 +131,6 @@ def lengths(kind: Kind) -> list[int]:
 # ---------------------------------------------------------------------- bookkeeping
 
 
-def test_a_fresh_pool_holds_nothing(pool: KVPool) -> None:
-    assert pool.used_tokens == 0
-    assert pool.audit([]) == 0
-    for slot in (0, 1, 99):
-        for ask in (pool.capacity, pool.get_seq_len, pool.block_table):
-            with pytest.raises(KeyError):
-                ask(slot)
-
-
 def test_every_sequence_owns_columns_of_its_own(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     assert len({slot_of(r) for r in requests}) == len(requests)
@@ -280,16 +271,6 @@ def test_a_cleared_pool_is_like_a_new_one(kind: Kind, pool: KVPool) -> None:
         assert (list(pool.kept_blocks()), pool.audit([])) == ([], 0)
 
 
-def test_the_store_has_a_shape_and_starts_at_zero(kind: Kind, pool: KVPool) -> None:
-    requests = seat(pool, *lengths(kind))
-    pool.view([Span.exact(slot_of(r), 0, 1) for r in requests])
-    assert len(pool.k) == len(pool.v) == LAYERS
-    for layer in (*pool.k, *pool.v):
-        assert layer.shape == (pool.num_blocks, pool.block_size, KV_HEADS, HEAD_DIM)
-        assert layer.is_contiguous()
-        assert not layer.any()
-
-
 def test_a_view_addresses_every_token_in_columns_of_its_own_sequence(kind: Kind, pool: KVPool) -> None:
     requests = seat(pool, *lengths(kind))
     write(pool, [Span.exact(slot_of(r), 0, 3) for r in requests])
@@ -419,6 +400,3 @@ def test_attention_over_any_history_is_plain_attention(
             (heir,) = seat(pool, rng.randint(1, 30))
             live[heir] = [(draw(0, KV_HEADS, HEAD_DIM),) * 2] * LAYERS
     assert compared > 30
-
-
-# ---------------------------------------------------------------------- users of pools

@@ -71,33 +71,6 @@ def test_an_answer_follows_a_schema_and_is_true(client: openai.OpenAI) -> None:
     assert json.loads(reply.choices[0].message.content) == {"capital": "Paris"}
 
 
-def test_a_response_calls_a_tool_and_reads_its_output(client: openai.OpenAI) -> None:
-    weather: Any = {
-        "type": "function",
-        "name": "get_weather",
-        "description": "Get the current weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-        "strict": True,
-    }
-    asked: Any = {"model": "smollm2", "tools": [weather], "temperature": 0, "max_output_tokens": 100}
-    items: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
-    first = client.responses.create(
-        **asked, input=items, tool_choice="required", parallel_tool_calls=False
-    ).output
-    (call,) = first
-    assert call.type == "function_call"
-    assert json.loads(call.arguments) == {"city": "Rome"}
-    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny, 24 degrees Celsius."}
-    second = client.responses.create(**asked, input=[*items, *first, output])
-    assert second.status == "completed"
-    assert "24" in second.output_text
-
-
 def function(name: str, description: str, **properties: dict[str, str]) -> Any:
     parameters = {
         "type": "object",

@@ -120,18 +120,6 @@ def test_forbidden_words_never_come(phase: str, params: dict[str, tuple[str, ...
 
 
 @EVERY_PHASE
-def test_an_end_that_is_not_allowed_does_not_come(phase: str) -> None:
-    def rule(token_ids: Sequence[int]) -> int:
-        return EOS
-
-    engine = build(phase, RememberingModel(rule))
-    request = add(engine, "x", greedy(5, allowed_token_ids=(97, 98)))
-    outputs = run(engine)
-    assert set(tokens_of(outputs, request)) <= {97, 98}
-    assert end_of(outputs, request).finish_reason == "length"
-
-
-@EVERY_PHASE
 def test_a_request_without_a_token_left_fails_alone(phase: str) -> None:
     engine = build_constrained(phase)
     stuck = add(engine, "x", greedy(9, grammar=Grammar.choice(["ab"]), bad_words=("b",)))

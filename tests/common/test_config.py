@@ -15,49 +15,6 @@ from common.models.config import kv_bytes
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
 
-#: Defaults of every phase that has the option.
-DEFAULTS: dict[str, Any] = {
-    "model": "zoo:llama-tiny",
-    "device": "auto",
-    "dtype": "auto",
-    "max_batch_size": 8,
-    "max_seq_len": None,
-    "max_waiting_requests": 64,
-    "seed": 0,
-    "kv_cache_backend": "paged",
-    "block_size": 16,
-    "num_blocks": None,
-    "use_chunked_prefill": True,
-    "prefill_chunk_size": 256,
-    "prefill_token_budget": 256,
-    "max_prefill_chunks_per_step": None,
-    "mixed_batches": True,
-    "enable_prefix_caching": True,
-}
-
-
-@pytest.mark.parametrize("phase", phase_names())
-def test_defaults(phase: str) -> None:
-    config = find_phase(phase).Config
-    expected = {name: value for name, value in DEFAULTS.items() if name in config.model_fields}
-    assert {name: getattr(config(), name) for name in expected} == expected
-
-
-@pytest.mark.parametrize("phase", phase_names())
-def test_only_a_static_batch_waits(phase: str) -> None:
-    """Only phase 4 has the option `batch_wait_timeout_s`."""
-    config = find_phase(phase).Config
-    if phase == "phase4_static":
-        assert config().batch_wait_timeout_s == 0.05
-        return
-    assert "batch_wait_timeout_s" not in config.model_fields
-    for seconds in (0.0, 0.1):
-        with pytest.raises(ValidationError) as caught:
-            config(batch_wait_timeout_s=seconds)
-        (error,) = caught.value.errors()
-        assert (error["loc"], error["type"]) == (("batch_wait_timeout_s",), "extra_forbidden")
-
-
 REFUSED: list[tuple[str, Any]] = [
     *((name, value) for name in ("max_batch_size", "block_size", "num_blocks") for value in (0, -1)),
     *(
@@ -93,11 +50,6 @@ def test_errors_name_the_option(phase: str) -> None:
 )
 def test_the_longest_sequence(asked: int | None, model_limit: int, resolved: int) -> None:
     assert EngineConfig(max_seq_len=asked).resolve_max_seq_len(model_limit) == resolved
-
-
-def test_devices() -> None:
-    assert resolve_device("cpu") == CPU
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_a_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +143,6 @@ def test_the_phase_contract(phase: str) -> None:
     assert type(engine.runner.pool) is package.Pool
     assert engine.phase is package.PHASE
     assert (engine.max_seq_len, engine.runner.model) == (32, model)
-
-
-@pytest.mark.parametrize("phase", phase_names())
-def test_a_ready_model_needs_its_tokenizer(phase: str) -> None:
-    package: Any = find_phase(phase)
-    with pytest.raises(ValueError, match="tokenizer"):
-        package.build_engine(package.Config(), model=RememberingModel())
 
 
 @pytest.mark.parametrize("phase", phase_names())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from common.startup.sizing import (
     CONTEXT_SHARE,
     GPU_CHUNK,
     GPU_SHARE,
-    log_sizes,
     sized_for,
     with_context,
 )
@@ -112,12 +110,6 @@ def test_a_chunk_on_a_gpu_is_no_longer_than_a_sequence_may_be(monkeypatch: pytes
     assert sized("7", 80, monkeypatch, max_seq_len=512).prefill_chunk_size == 512
 
 
-def test_where_one_sequence_does_not_fit_seats_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sized("9", 4.5, monkeypatch, max_seq_len=16_384)
-    assert config.kv_tokens() >= 16_384
-    assert config.max_batch_size < GPU_SEATS
-
-
 def test_too_small_a_gpu_is_left_to_the_check_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sized("5", 1, monkeypatch).max_batch_size == 1
     assert sized("9", 1, monkeypatch).num_blocks == 1
@@ -134,11 +126,3 @@ def test_a_flag_with_the_default_value_is_given() -> None:
     _, config = read_options(package, ["--max-batch-size", "8"])
     assert config.model_fields_set == {"max_batch_size"}
     assert read_options(package, [])[1] == package.Config()
-
-
-def test_each_size_is_printed_with_its_origin(caplog: pytest.LogCaptureFixture) -> None:
-    given = find_phase("7").Config(max_seq_len=64, prefill_chunk_size=32)
-    with caplog.at_level(logging.INFO):
-        log_sizes(given, given.model_copy(update={"max_batch_size": 256, "num_blocks": 99}))
-    assert "max_batch_size 256 (set for this device), num_blocks 99 (set for this device)" in caplog.text
-    assert "prefill_chunk_size 32 (given), prefill_token_budget 32 (default)" in caplog.text

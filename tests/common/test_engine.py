@@ -48,6 +48,10 @@ def phase(request: pytest.FixtureRequest) -> str:
     return name
 
 
+#: Special tokens, stop strings and stop tokens are left in the answer's text.
+SHOWN: dict[str, Any] = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+
+
 def say(text: str) -> Callable[[list[int]], int]:
     """Return a rule: the bytes of `text` follow a prompt that ends in `:`, then EOS for ever."""
 
@@ -150,6 +154,8 @@ def test_the_engines_seed_and_the_queue_decide_everything(phase: str, llama: Cau
         # EOS comes before length, a stop string too.
         ("hi", greedy(3), "hi", "eos", 3),
         ("hi", greedy(2, stop=("hi",)), "", "stop", 2),
+        # EOS comes before a stop string that its own text completes.
+        ("hi", greedy(9, stop=("<eos>",), **SHOWN), "hi<eos>", "eos", 3),
         # Text held back for a stop string that never came is in the last output.
         ("hi th", greedy(9, stop=("the",)), "hi th", "eos", 6),
         ("hi there", greedy(5, stop=("the",)), "hi th", "length", 5),

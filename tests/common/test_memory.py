@@ -99,13 +99,6 @@ def test_graphs_count_where_they_are_captured() -> None:
     assert estimate_memory(prefix, LLAMA_3B, torch.bfloat16, CUDA, weights=0).graphs == 0
 
 
-@pytest.mark.parametrize("phase", phase_names())
-def test_a_pass_is_never_wider_than_all_sequences_at_their_longest(phase: str) -> None:
-    config = find_phase(phase).Config(max_batch_size=3, max_seq_len=100)
-    assert 100 <= config.max_pass_tokens() <= 300
-    assert find_phase("static").Config(max_batch_size=3, max_seq_len=100).max_pass_tokens() == 300
-
-
 # ---------------------------------------------------------------------- the check
 
 

@@ -14,7 +14,7 @@ from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.observing.frames import KEY_EVERY, WAITING_NAMED, FrameMaker, StepTrace
 from common.request import StepOutput
-from tests.support.engines import add, build, greedy, run
+from tests.support.engines import add, build, greedy
 
 PHASES = ["static", "continuous", "paged", "chunked", "prefix", "pipelined"]
 TIGHT: dict[str, Any] = {"block_size": 4, "num_blocks": 22, "max_seq_len": 48}
@@ -130,18 +130,6 @@ def test_frames_give_the_engines_state_in_every_step(phase: str) -> None:
         assert engine.scheduler.preemptions > 0
     if phase in ("prefix", "pipelined"):
         assert any(expected["kept"] for expected in known)
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_every_request_is_named_once_and_ends_once(phase: str) -> None:
-    engine = engine_of(phase)
-    trace = StepTrace(engine)
-    requests = [add(engine, [i, i, i], greedy(3)) for i in range(6)]
-    run(engine)
-    named = [each for frame in trace.frames for each in frame.get("requests", ())]
-    assert [each[1:] for each in named] == [[request.request_id, 3, 3] for request in requests]
-    ended = [tuple(each) for frame in trace.frames for each in frame.get("ended", ())]
-    assert sorted(ended) == [(number, "length") for number in range(6)]
 
 
 class Sparse:

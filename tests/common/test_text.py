@@ -127,6 +127,17 @@ def test_broken_bytes_show_after_four_tokens_and_later_text_is_heard(tokenizer: 
     assert "".join(detokenizer.add(i) for i in encode(tokenizer, "later 😀")).endswith("later 😀")
 
 
+@pytest.mark.parametrize("name", ZOO_NAMES)
+@settings(max_examples=100, deadline=None)
+@given(data=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFE, 0x41]), max_size=12))
+@example(data=[0xF0, 0x9F, 0x41])
+def test_after_any_bytes_later_text_is_heard(name: str, data: list[int]) -> None:
+    """Half characters may stand anywhere, and with byte fallback a token may change how those before it decode."""
+    tokenizer = zoo(name)
+    ids = [*(byte_token(tokenizer, byte) for byte in data), *encode(tokenizer, " later 😀")]
+    assert "".join(tell(tokenizer, ids)).endswith("later 😀")
+
+
 @pytest.mark.parametrize(
     "tail", ["😀", FAMILY, "x" + FAMILY, "中" + FAMILY, FAMILY * 2, "日本語" * 3 + "x😀", "Hi"]
 )

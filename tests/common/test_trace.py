@@ -118,32 +118,6 @@ def test_parts_of_a_step_lie_in_it(phase: str) -> None:
     assert chunks == ["chunk 0:2", "chunk 0:4"]
 
 
-@pytest.mark.parametrize("phase", [PHASES[2], PHASES[5]])
-def test_an_engine_is_unchanged_after_its_recordings_end(phase: str) -> None:
-    engine, tracer, _ = traced(phase)
-    before = dict(vars(engine)), dict(vars(engine.runner))
-    buffers = TraceBuffer(), TraceBuffer()
-    for buffer in buffers:
-        tracer.start(buffer)
-    assert engine.watchers
-    add(engine, "ab", greedy(3))
-    run(engine)
-    for buffer in buffers:
-        tracer.stop(buffer)
-        tracer.stop(buffer)  # harmless
-    for buffer in buffers:
-        events = read_trace(buffer.fetch())
-        assert_valid(events)
-        assert len(requests_of(events)) == 1
-    now = vars(engine), vars(engine.runner)
-    assert [each.keys() for each in now] == [each.keys() for each in before]
-    assert engine.watchers == []
-    assert now[0]["runner"] is before[0]["runner"]
-    add(engine, "ab", greedy(3))
-    assert run(engine)
-    assert buffers[0].fetch() == b""
-
-
 def test_a_sink_that_takes_no_more_ends_its_trace_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     class Full(TraceBuffer):
         def write(self, data: bytes) -> None:

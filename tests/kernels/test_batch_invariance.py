@@ -97,15 +97,3 @@ def test_attention_that_depends_on_a_chunk_is_seen(
     assert attention_keeps_bits(HEADS, dtype)
     monkeypatch.setattr(batch_invariance, "attention", attention)
     assert not attention_keeps_bits(HEADS, dtype)
-
-
-# ---------------------------------------------------------------------- without the kernels
-
-
-def never(x: Tensor) -> Tensor:
-    raise AssertionError("nothing is measured that nobody vouches for")
-
-
-@pytest.mark.usefixtures("torch_kernels")
-def test_without_native_kernels_nothing_is_measured() -> None:
-    assert not is_batch_invariant([Product(64, 64, never)], HEADS, torch.float32)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +12,6 @@ import torch
 import kernels.gated_act
 import kernels.rms_norm
 import kernels.rope
-from kernels.dispatch import HAS_TRITON
 
 ROOT = Path(__file__).parents[2]
 X = torch.linspace(-2, 2, 3 * 8).view(3, 8)
@@ -29,55 +27,20 @@ CALLS: dict[str, tuple[ModuleType, tuple]] = {
 }
 
 
-def on(device: str, arguments: tuple) -> tuple:
-    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments)
-
-
-def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[str, tuple]]:
-    """Replace both paths of a function by functions that only record the call."""
-    trace: list[tuple[str, tuple]] = []
-
-    def replacement(path: str) -> Callable[..., str]:
-        def called(*arguments: object) -> str:
-            trace.append((path, arguments))
-            return path
-
-        return called
-
-    for path in ("reference", "triton"):
-        monkeypatch.setattr(module, f"{name}_{path}", replacement(path))
-    return trace
-
-
-@pytest.mark.usefixtures("torch_kernels")
-@pytest.mark.parametrize("name", CALLS)
-def test_cpu_tensors_go_to_torch(monkeypatch, name):
-    module, arguments = CALLS[name]
-    trace = record(monkeypatch, module, name)
-    assert getattr(module, name)(*arguments) == "reference"
-    assert trace == [("reference", arguments)]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_use_triton_decides_the_path(monkeypatch, name):
     module, arguments = CALLS[name]
-    trace = record(monkeypatch, module, name)
-    asked = []
-    monkeypatch.setattr(module, "use_triton", lambda tensor: asked.append(tensor) or True)
-    assert getattr(module, name)(*arguments) == "triton"
-    assert trace == [("triton", arguments)]
-    assert asked[0] is arguments[0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CALLS)
-def test_cuda_tensors_go_to_triton(monkeypatch, name):
-    assert HAS_TRITON
-    module, arguments = CALLS[name]
-    arguments = on("cuda", arguments)
-    trace = record(monkeypatch, module, name)
-    getattr(module, name)(*arguments)
-    assert trace == [("triton", arguments)]
+    for path in ("reference", "triton"):
+        monkeypatch.setattr(module, f"{name}_{path}", lambda *given, path=path: (path, given))
+    for chosen in (True, False):
+        asked = []
+        monkeypatch.setattr(
+            module, "use_triton", lambda tensor, asked=asked, chosen=chosen: asked.append(tensor) or chosen
+        )
+        monkeypatch.setattr(module, "use_native", lambda tensor: False, raising=False)
+        path, given = getattr(module, name)(*arguments)
+        assert (path, given) == ("triton" if chosen else "reference", arguments)
+        assert asked[0] is arguments[0]
 
 
 def test_modules_work_without_triton():

@@ -110,28 +110,6 @@ def assert_kept(row: Row, uniform: float) -> None:
     assert draw_triton(rows, table).tolist() == draw_reference(rows, table).tolist()
 
 
-def test_each_token_has_its_share(triton_device: str) -> None:
-    """A number from the middle of a token's share draws that token. 9 of 12 tokens are kept, and 4 of them are
-    equally likely."""
-    scores = torch.tensor([0.0, 2.0, 1.0, 2.0, -1.0, 2.0, 3.0, 2.0, 0.5, -3.0, 1.5, -2.0])
-    ranked = [6, 1, 3, 5, 7, 10, 2, 8, 0]
-    weights = (scores[ranked] - 3.0).exp().double()
-    ends = weights.cumsum(0) / weights.sum()
-    middles = ends - weights / weights.sum() / 2
-    table = settings_of([((1.0, 9, ALL, 0.0), float(each)) for each in middles], 12)
-    drawn = draw_triton(scores.repeat(9, 1).to(triton_device), table.to(triton_device))
-    assert drawn.tolist() == ranked
-
-
-@pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("vocab", [4, 64, 1000])
-def test_a_cut_among_equals_keeps_the_first(triton_device: str, vocab: int, top_p: float) -> None:
-    """The top-p cut falls exactly between two of many equally likely tokens."""
-    table = settings_of([((1.0, math.inf, top_p, 0.0), LAST)], vocab)
-    drawn = draw_triton(torch.zeros(1, vocab, device=triton_device), table.to(triton_device))
-    assert drawn.tolist() == [int(top_p * vocab) - 1]
-
-
 def test_rows_do_not_depend_on_others(triton_device: str) -> None:
     """The rows are part of a wider matrix, beside rows for which no token can be drawn."""
     rows = [(each, 0.6) for each in FILTERS]

@@ -31,13 +31,6 @@ def test_the_match_grows_while_the_text_goes_on_as_guessed_and_ends_with_the_fir
     assert drafter.matched == 0
 
 
-def test_the_longest_run_is_looked_up_first_and_of_equal_ones_the_latest() -> None:
-    assert NgramDrafter([1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4]).propose(
-        [1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4], 1
-    ) == [50]
-    assert NgramDrafter([3, 4, 50, 3, 4, 60, 9, 3, 4]).propose([3, 4, 50, 3, 4, 60, 9, 3, 4], 1) == [60]
-
-
 def test_a_prediction_is_guessed_first_and_found_again_after_a_change() -> None:
     prompt, prediction = [1, 2, 3], [10, 11, 12, 13, 14, 15, 16]
     drafter = NgramDrafter(prompt, prediction)

@@ -111,13 +111,6 @@ def test_the_last_waiting_request_that_is_cancelled_ends_the_timer(bench: Bench)
     assert wake(bench) == pytest.approx(WAIT_S)
 
 
-def test_while_a_batch_runs_a_step_is_always_due(bench: Bench) -> None:
-    bench.add(3, 3)
-    bench.begin()
-    bench.clock.advance(1.0)
-    assert wake(bench) == 0
-
-
 # ---------------------------------------------------------------------- and stays whole
 
 
@@ -153,13 +146,6 @@ def test_a_member_that_is_cancelled_or_fails_keeps_its_row(how: str, bench: Benc
     assert bench.scheduler.plan().decode == (first, second)
     second.finish("eos")
     assert bench.begin() == []
-
-
-def test_a_member_cancelled_before_its_prefill_is_part_of_the_rectangle(bench: Bench) -> None:
-    first, second = bench.add(3, 3)
-    bench.begin()
-    first.cancel()
-    assert [chunk.request for chunk in bench.scheduler.plan().prefill] == [first, second]
 
 
 def test_prompts_are_computed_first(bench: Bench) -> None:

@@ -80,16 +80,6 @@ def test_owners_and_leaks() -> None:
     assert allocator.find_leaked_blocks(["a"]) == {"c": set(b)}, "a block's owner is its latest"
 
 
-def test_blocks_in_no_table() -> None:
-    allocator = allocator_of(8)
-    blocks = allocator.allocate(4, "a")
-    assert allocator.find_unreferenced_blocks(blocks) == set()
-    assert allocator.find_unreferenced_blocks(iter(blocks[1:3])) == {blocks[0], blocks[3]}
-    assert allocator.find_unreferenced_blocks([7]) == set(blocks), (
-        "a free block in a table is no allocated one"
-    )
-
-
 def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:
     allocator = allocator_of(4)
     allocator.allocate(3, "a")
@@ -98,29 +88,3 @@ def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:
     assert allocator.force_free([0, 2]) == 0
     assert sorted(allocator._free) == [0, 2, 3]
     assert allocator.find_leaked_blocks([]) == {"a": {1}}
-
-
-def test_the_work_is_in_the_blocks_asked_for_not_in_the_pool() -> None:
-    """The work is O(1) for each block: only the end of the free list and the owners' table are used."""
-
-    class Tail(list[int]):
-        """A free list that may be used at its end only."""
-
-        def index(self, *_: object) -> int:
-            raise AssertionError("searched")
-
-        remove = insert = index  # type: ignore[assignment]
-
-        def pop(self, *where: object) -> int:  # type: ignore[override]
-            assert not where, "taken from the middle"
-            return super().pop()
-
-        def __contains__(self, _: object) -> bool:
-            raise AssertionError("searched")
-
-    allocator = allocator_of(64)
-    allocator._free = Tail(allocator._free)
-    blocks = allocator.allocate(40, "a")
-    allocator.free(blocks[::2])
-    allocator.allocate(10, "b")
-    assert isinstance(allocator._free, Tail), "the free list is never rebuilt"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.support.engines import Variant, add, assert_served, greedy
-from tests.support.pools import paged
 
 
 @pytest.mark.parametrize(
@@ -29,18 +28,6 @@ def test_blocks_default_to_the_bytes_of_phase_5(
     assert config.resolve_num_blocks() == blocks
     assert config.kv_tokens() == blocks * config.block_size
     assert config.kv_formula() == f"{blocks} blocks × {config.block_size}"
-
-
-def test_batch_and_blocks_are_independent(variant: Variant) -> None:
-    pool = paged(variant.build(max_batch_size=50, num_blocks=7, block_size=4))
-    assert pool.allocator.num_blocks == 7
-    assert [tuple(layer.shape) for layer in (*pool.k, *pool.v)] == [(7, 4, 1, 1)] * 2
-
-
-def test_slots_ignore_the_block_options(variant: Variant) -> None:
-    options = {"kv_cache_backend": "contiguous", "max_batch_size": 3, "max_seq_len": 50}
-    for config in (variant.config(**options), variant.config(**options, block_size=7, num_blocks=1)):
-        assert (config.kv_tokens(), config.kv_formula()) == (150, "3 × 50")
 
 
 def test_a_pool_smaller_than_one_sequence_is_legal_and_said(

@@ -142,18 +142,6 @@ def test_the_latest_arrival_is_preempted_and_goes_to_the_front(variant: Variant)
     assert bench.scheduler.preemptions == 1
 
 
-def test_the_oldest_grows_first(variant: Variant) -> None:
-    """Two requests need the only free block. The older one gets it, whatever their order in the batch."""
-    bench = bench_of(variant, 5)
-    older, younger = bench.hold(2), bench.hold(2)
-    bench.scheduler.active.reverse()
-    for each in (older, younger):
-        each.token_ids.append(1)
-    bench.make_room()
-    assert (bench.active, bench.waiting) == (["r0"], ["r1"])
-    assert bench.pool.capacity(older.slot) == 3
-
-
 def test_requests_preempted_together_keep_their_order_of_arrival(variant: Variant) -> None:
     bench = bench_of(variant, 5)
     oldest, *_ = [bench.hold(1) for _ in range(5)]

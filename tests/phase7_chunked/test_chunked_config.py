@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from phase5_continuous.cache import SlottedKVCache
-from phase6_paged.cache import PagedKVCachePool
 from tests.support.engines import Variant
 
 WITHOUT = {"use_chunked_prefill": False}
@@ -39,8 +37,3 @@ def test_contradictions_refuse_to_start_with_the_reason(variant: Variant, name: 
         variant.config(**WITHOUT, **{name: value})
     (error,) = caught.value.errors()
     assert f"{name} has no meaning without use_chunked_prefill: leave one of them out" in error["msg"]
-
-
-@pytest.mark.parametrize(("backend", "pool"), [("paged", PagedKVCachePool), ("contiguous", SlottedKVCache)])
-def test_the_pool_that_an_option_chooses(variant: Variant, backend: str, pool: type) -> None:
-    assert type(variant.pool(kv_cache_backend=backend)) is pool

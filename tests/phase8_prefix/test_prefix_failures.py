@@ -93,32 +93,6 @@ def test_a_nan_in_chunk_2_is_not_registered(mixed: bool) -> None:
     assert_all_free(engine)
 
 
-def test_a_passing_nan_fails_only_the_request_that_read_it() -> None:
-    """A fault of the memory, not the prompt, causes the NaN. Blocks computed from it are not registered."""
-    model = nan_model()
-    engine = engine_of(model)
-    pool = caching(engine)
-    unlucky = add(engine, SHARED * 3, greedy(4))
-    engine.step()
-    assert unlucky.slot is not None
-    view = pool.view
-
-    def broken(spans: Any) -> Any:
-        table = pool.block_table(unlucky.slot if unlucky.slot is not None else 0)
-        for layer in (*pool.k, *pool.v):
-            layer[table[1], 0] = math.nan  # in a shared block: a fault of the memory
-        return view(spans)
-
-    pool.view = broken  # type: ignore[method-assign]
-    outputs = engine.step()
-    pool.view = view  # type: ignore[method-assign]
-    pool.k[0].nan_to_num_()
-    outputs += run(engine)
-    assert isinstance(end_of(outputs, unlucky).error, NaNLogitsError)
-    assert [node.block for _, node in pool.tree.walk() if pool.k[-1][node.block].isnan().any()] != []
-    assert len(list(pool.tree.walk())) == 2, "what was computed from it is not registered"
-
-
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_a_nan_among_the_logits_registers_no_answer(when: str) -> None:
     """The keys are finite, but the logits are NaN. Tokens sampled from them stay out of the tree."""

@@ -54,18 +54,6 @@ def test_a_second_turn_begins_after_the_first_ones_answer() -> None:
     assert_answered(outputs, [first, second])
 
 
-def test_one_may_begin_while_the_other_still_prefills() -> None:
-    engine = engine_of(prefill_token_budget=16, max_prefill_chunks_per_step=2)
-    first, other = add(engine, [*SYSTEM, *SYSTEM], greedy(3)), add(engine, [7] * 7, greedy(1))
-    outputs = engine.step() + engine.step()
-    assert (first.state, first.prefill_progress) == (RequestState.PREFILL, 16)
-    second = add(engine, own(2), greedy(3))
-    outputs += engine.step()
-    assert second.cached_tokens == 16
-    outputs += run(engine)
-    assert_answered(outputs, [first, other, second])
-
-
 def test_requests_that_arrive_together_look_for_hits_again_when_they_begin() -> None:
     engine = engine_of(max_batch_size=4)
     requests = [add(engine, own(i, 8), greedy(3)) for i in range(4)]
@@ -142,16 +130,6 @@ def test_hits_on_blocks_in_use_cost_nothing() -> None:
     engine.step()
     assert (holder.state, friend.cached_tokens) == (RequestState.DECODE, 24)
     assert friend.state is not RequestState.WAITING
-
-
-def test_hits_on_unused_blocks_are_charged_as_free_memory() -> None:
-    """Unused cached blocks count as free memory, so a hit on them is charged."""
-    engine = engine_of(18)
-    add(engine, SYSTEM, greedy(1))
-    run(engine)
-    pool = engine.runner.pool
-    assert pool.free_token_capacity() == 18 * 4
-    assert pool.cost(Request("friend", own(1, 24), greedy(1)), 48) == 48
 
 
 def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -33,9 +32,6 @@ from common.kv import Span
 from common.models.layers import CausalLM
 from common.models.registry import _without_memory, open_checkpoint
 from common.request import Request, SamplingParams
-from common.sampling.draw import choose
-from common.sampling.inputs import SamplingInputs
-from common.startup.memory import DRAWN_BYTES_PER_LOGIT
 from kernels.dispatch import HAS_TRITON
 from kernels.penalties import IN_PROMPT
 from kernels.tape import Function
@@ -102,33 +98,6 @@ class Launches(TorchDispatchMode):
         on_device = any(isinstance(each, Tensor) and each.device == META for each in outputs)
         if on_device and name not in VIEWS:
             self.found[name] += 1
-        return result
-
-
-class Peak(TorchDispatchMode):
-    """Measures the memory that the results of operators take on the device at once.
-
-    Attributes:
-        bytes: the largest amount so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._held: dict[int, tuple[int, list[weakref.ref[Tensor]]]] = {}  # by storage: its size, its tensors
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor) and each.device == META:
-                storage = each.untyped_storage()
-                self._held.setdefault(storage._cdata, (storage.nbytes(), []))[1].append(weakref.ref(each))
-        self._held = {
-            key: held for key, held in self._held.items() if any(ref() is not None for ref in held[1])
-        }
-        self.bytes = max(self.bytes, sum(size for size, _ in self._held.values()))
         return result
 
 
@@ -208,25 +177,6 @@ def engine_of(phase: str, model: CausalLM, graph_sizes: Sequence[int] = (), **op
     engine = build(phase, model, **({"max_seq_len": 256, "block_size": 4} | options))
     runner_of(engine).stream = MetaStream(graph_sizes)
     return engine
-
-
-def test_a_seat_whose_column_alone_has_changed() -> None:
-    """A pass with a prompt computes a column, too. The next decode step sends the new column and no settings."""
-    seats = DeviceSeats(2, 10, torch.device("cpu"))
-    request = Request("a", [1], SamplingParams(temperature=0.0))
-
-    def changes(column: int) -> list[torch.Tensor]:
-        return seats.changes(
-            [PassShare(request, Span.exact(0, column, column + 1), [1], range(1))], seats=[1]
-        )
-
-    assert [len(each) for each in changes(1)] == [1, 1, 1, 0, 0, 0]
-    assert changes(2) == []
-    moved, *others = changes(4)
-    assert moved.tolist() == [[1, 4]]
-    assert not any(map(len, others))
-    seats.apply(moved, *others)
-    assert seats.state.positions.tolist() == [0, 4]
 
 
 def test_tokens_that_the_device_has_not_counted() -> None:
@@ -319,33 +269,6 @@ def test_a_decode_step_is_sent_what_has_changed(monkeypatch: pytest.MonkeyPatch)
     with Copies() as copies:
         engine.step()
     assert (copies.sent, copies.bytes) == (1, 4 * 8), "the seats that decode"
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"temperature": 0.0}, 2),
-        ({}, 3),
-        ({"top_k": 50, "top_p": 0.9, "min_p": 0.1}, 19),
-        ({"repetition_penalty": 1.2}, 18),
-        ({"top_p": 0.9, "logit_bias": ((3, 1.0),), "min_tokens": 1, "logprobs": 5}, 31),
-    ],
-    ids=str,
-)
-def test_launches_and_memory_of_sampling(
-    fields: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If no scores are changed, sampling is a few launches and needs little memory beside the logits."""
-    launches, vocab = Launches(), 128_000
-    use_kernels(monkeypatch, launches.found)
-    requests = [Request(str(i), [1, 2], SamplingParams(**fields), frozenset([7])) for i in range(4)]
-    inputs = SamplingInputs.of(requests, None, vocab, META)
-    with launches, Peak() as peak:
-        choose(torch.empty(4, vocab, device=META), inputs)
-    assert sum(launches.found.values()) == expected, launches.found
-    per_logit = peak.bytes / (4 * vocab)
-    changed = fields.keys() & {"repetition_penalty", "logit_bias"}
-    assert per_logit < (DRAWN_BYTES_PER_LOGIT if changed else 5)
 
 
 @pytest.mark.parametrize(

@@ -333,18 +333,3 @@ def test_a_request_runs_out_of_time_during_a_pause() -> None:
     engine.resume()
     assert run(engine) == []
     assert_all_free(engine)
-
-
-# ---------------------------------------------------------------------- little memory
-
-
-def test_requests_in_little_memory_end_in_different_ways_and_give_all_of_it_back() -> None:
-    engine, _ = engine_of(block_size=4, num_blocks=9, max_batch_size=3)
-    requests = [add(engine, [i, *[9] * i], greedy(3 + 3 * i)) for i in range(5)]
-    outputs = engine.step() + engine.step()
-    engine.cancel(requests[2].request_id)
-    outputs += run(engine, limit=300)
-    assert end_of(outputs, requests[2]).finish_reason == "cancelled"
-    assert_answered(outputs, [*requests[:2], *requests[3:]])
-    assert {(each.inflight_refs, each.pending_tokens) for each in requests} == {(0, 0)}
-    assert_all_free(engine)

@@ -11,7 +11,7 @@ import phase9_pipelined
 from common.devices.graphs import graph_sizes
 from common.devices.streams import TapeStream
 from common.engine.scheduling import StepPlan
-from common.request import Request, SamplingParams
+from common.request import SamplingParams
 from common.startup.warm_up import capture
 from kernels import native
 from tests.support.engines import assert_all_free, run
@@ -83,14 +83,6 @@ def test_a_small_model_leaves_the_host_a_thread(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("phase9_pipelined.runner.SMALL_MODEL_BYTES", 1)
     streams.append(runner_of(zoo_engine()).stream)
     assert [stream.threads for stream in streams if isinstance(stream, TapeStream)] == [3, 4]
-
-
-@needs_native
-def test_a_pool_too_small_to_try_is_no_reason_to_fail() -> None:
-    engine = zoo_engine(num_blocks=1, max_seq_len=2)
-    request = Request("small", [3], SamplingParams(max_new_tokens=1))
-    assert engine.add_request(request)
-    assert run(engine)[-1].error is None
 
 
 def test_graphs_are_captured_up_to_the_seats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,6 @@ from simulator.routing import POLICIES, Routed
 GPU = ["--gpu", "3350,990", "--model", "dummy:llama-3.2-1b"]
 
 
-def test_one_table_for_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GPU, "--workload", "continuous_batching", "--requests", "12"]) == 0
-    printed = capsys.readouterr().out
-    for words in ("phase 4", "phase 9", "TTFT p99", "mean batch", "wasted work", "12 requests"):
-        assert words in printed
-
-
 def test_options_and_variants_change_the_simulated_engine() -> None:
     options = parser().parse_args(
         [
@@ -103,16 +96,6 @@ def test_every_request_ends_once_behind_a_router(policy: str) -> None:
     assert sum(counts) == 60
     assert all(counts)
     assert all(engine.runner.pool.reserved_tokens == 0 for engine in engines)
-
-
-def test_prefix_routing_finds_more_in_memory() -> None:
-    def cached(policy: str) -> int:
-        engines = [simulate_engine(8, LinearCost(pass_base_s=0.02), max_batch_size=8) for _ in range(4)]
-        run(engines, crowd(40), Timelines(), route=Routed(POLICIES[policy](seed=0)))
-        return sum(engine.telemetry.counters.cached_tokens for engine in engines)
-
-    assert cached("prefix") == 36 * 64  # every request but the first of each text
-    assert cached("random") < 0.8 * cached("prefix")
 
 
 def test_the_plan_makes_its_table(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from benchmarks.results import RESULTS, Run
 from simulator import LinearCost, Work
 from simulator.cost import Device, RooflineCost
 from simulator.fitting import cost_of, fit_group, fit_prices, held_out
-from simulator.observers import Durations
 from simulator.predict import figures, simulate_run
 from simulator.prices import PRICES, SYNCHRONOUS, Fit, Group, costs_table, find_cost, load_fits
 from simulator.replay import replay
@@ -108,16 +107,3 @@ def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
     more = cost.pass_s(Work(8, 80_000, 80_000, 0, 0, 8))
     shared = cost.pass_s(Work(8, 80_000, 10_000, 0, 0, 8))
     assert weights_s < shared < more
-
-
-def test_percentiles_of_a_histogram_are_close_to_the_exact_ones() -> None:
-    durations = Durations()
-    values = [1e-4 * 1.01**place for place in range(1000)]
-    for value in values:
-        durations.add(value)
-    durations.add(0.0)
-    for share in (0.0, 0.5, 0.99):
-        expected = sorted([0.0, *values])[round(share * 1000)]
-        assert durations.percentile(share) == pytest.approx(expected, rel=2e-3, abs=1e-9)
-    assert durations.max == max(values)
-    assert Durations().percentiles() is None

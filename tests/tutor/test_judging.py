@@ -158,32 +158,3 @@ def test_a_loop_without_end_fails_its_test_alone(tmp_path: Path, monkeypatch: py
     judgement = judge(exercise, tree)
     assert any("Timeout" in " ".join(why) for why in judgement.failed.values())
     assert judgement.held
-
-
-@pytest.mark.slow
-def test_an_error_inside_a_step_in_flight_names_its_line(tmp_path: Path) -> None:
-    """The test's stream runs the step later, and the engine catches its error."""
-    exercise = load_exercise("9")
-    exercise = dataclasses.replace(exercise, ideas=exercise.ideas[1:2])
-    path = copy_of(exercise, tmp_path) / "phase9_pipelined" / "runner.py"
-    text = path.read_text()
-    old = "torch.cat([self.latest[seats], token_ids])"
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, "batch.token_ids"))  # the closure assigns `batch` in this line
-    why = " ".join(line for lines in judge(exercise, tmp_path).failed.values() for line in lines)
-    assert "UnboundLocalError" in why
-    assert "in forward" in why
-
-
-@pytest.mark.slow
-def test_a_request_that_makes_no_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 4)
-    exercise = load_exercise("7")
-    exercise = dataclasses.replace(exercise, ideas=exercise.ideas[3:4])
-    path = copy_of(exercise, tmp_path) / "phase7_chunked" / "scheduler.py"
-    text = path.read_text()
-    old = "start = request.prefill_progress"
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, "start = 0"))
-    said = report(exercise, judge(exercise, tmp_path))
-    assert "a request makes no progress" in said

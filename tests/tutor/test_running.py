@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from benchmarks.servers import RunningServer, Setup, copy_target
-from common.errors import StartupError
 from tutor.exercise import ROOT, Exercise, load_exercise
 from tutor.stepping import draw
 
@@ -70,9 +69,3 @@ def test_a_copy_is_drawn_beside_the_phases(exercise: Exercise) -> None:
         == sum(name.startswith("p5-s") for name in steps)
         > 0
     )
-
-
-def test_a_copy_that_cannot_be_drawn_names_its_line(exercise: Exercise) -> None:
-    change(exercise, "phase5_continuous/scheduler.py", "self._fill_seats(pool)", "self._fill_seats()")
-    with pytest.raises(StartupError, match=r"^\S+scheduler\.py:\d+, in admit: TypeError"):
-        draw(exercise)

@@ -7,7 +7,6 @@ import dataclasses
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ import pytest
 from common.startup.phases import phase_names, phase_number
 from tests.docs.support import ROOT
 from tutor import __main__ as command_line
-from tutor import emptying, plugin
+from tutor import emptying
 from tutor.emptying import empty, set_up
 from tutor.exercise import Exercise, exercise_names, find_tests, load_exercise, sentence
 from tutor.judging import Judgement, hint_for, report
-from tutor.overlay import place_in
 
 NAMES = exercise_names()
 
@@ -96,21 +94,6 @@ def test_without_a_copy_every_command_says_how_to_make_one(
     assert "make learn PHASE=8" in capsys.readouterr().err
     assert command_line.main([command, "12"]) == 2
     assert "no exercise '12'; there are 1, 2, 3, 4" in capsys.readouterr().err
-
-
-def test_a_check_says_that_it_runs_before_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tutor.exercise.TREES", tmp_path)
-    (tmp_path / "phase7").mkdir()
-
-    def judge(exercise: Exercise) -> Judgement:
-        assert "running the tests" in capsys.readouterr().err
-        return Judgement(held=set(judged_by(exercise)))
-
-    monkeypatch.setattr(command_line, "judge", judge)
-    assert command_line.main(["check", "7"]) == 0
-    assert "All of it holds" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- removing bodies
@@ -226,42 +209,6 @@ def test_a_judgement_in_words() -> None:
     assert not Judgement(broken="it").all_hold
 
 
-def test_an_error_is_a_tests_own_if_its_first_cause_was_raised_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(plugin.TREE, str(tmp_path))
-    (tmp_path / "mine.py").write_text("def call(function):\n    function()\n\n\ndef fail():\n    1 / 0\n")
-    mine: dict[str, Callable[..., None]] = {}
-    exec(compile((tmp_path / "mine.py").read_text(), str(tmp_path / "mine.py"), "exec"), mine)
-
-    def on_purpose() -> None:
-        raise RuntimeError("on purpose")
-
-    def caught(function: Callable[[], None]) -> Exception:
-        try:
-            mine["call"](function)
-        except Exception as error:
-            return error
-        raise AssertionError
-
-    assert plugin._raised_by_a_test(caught(on_purpose))
-    assert not plugin._raised_by_a_test(caught(mine["fail"])), "a test's stream called it"
-    assert not plugin._raised_by_a_test(ValueError("never raised"))
-
-
-def test_frames_without_a_line_are_left_out_of_a_report() -> None:
-    def fail() -> None:
-        1 / 0  # noqa: B018
-
-    fail.__code__ = fail.__code__.replace(co_linetable=b"")
-    with pytest.raises(ZeroDivisionError) as found:
-        fail()
-    with pytest.raises(TypeError):
-        found.getrepr()
-    plugin._leave_out_frames_without_lines(found)
-    assert "ZeroDivisionError" in str(found.getrepr())
-
-
 # ---------------------------------------------------------------------- a learner's files
 
 PROGRAM = """
@@ -324,7 +271,3 @@ def test_a_file_that_cannot_be_run_is_named(text: str, says: str, tmp_path: Path
     assert done.returncode == 1
     assert says in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_an_error_of_others_has_no_place(tmp_path: Path) -> None:
-    assert place_in(tmp_path, ValueError("never raised")) is None
