@@ -8,15 +8,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 
 from common.hosting.async_engine import RequestStream, WakeUp
 from common.request import StepOutput, TokenLogprobs
 from common.server.api.lanes import Lane
-from common.server.api.parts import Part, PartsReader, TextPart, new_reader
-from common.server.api.shapes import AnswerOrigin, AnswerTokens, Logprobs, Usage
+from common.server.api.parts import ArgumentsPart, CallPart, Part, PartsReader, TextPart, new_reader
+from common.server.api.shapes import AnswerOrigin, AnswerTokens, Logprobs, Usage, event
 from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import from_exception
 from common.text.dialect import Dialect, opens_thought
@@ -282,6 +282,77 @@ class WireFormat(ABC):
     @abstractmethod
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> Mapping[str, object]:
         """Return the JSON answer, an object. `said` has, for each choice in order, the list of its outputs."""
+
+
+class ItemFormat(WireFormat):
+    """Base class of the formats whose answer is a list of items: each is a text, a thought or a call.
+
+    In a stream, an item begins, grows by pieces and ends, with an event for each. A subclass writes the items and
+    the events. An event shares its items with the answer, and items grow: encode each event before the next.
+
+    Attributes:
+        items: the items so far. The one in progress, if there is one, is the last.
+    """
+
+    last = b""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer)
+        self.items: list[Any] = []
+        self._in_progress: type[Part] | None = None  # the kind of part that the item in progress began with
+        self._pieces: list[str] = []  # of that item's text
+
+    @abstractmethod
+    def begin(self, part: Part) -> Iterator[Mapping[str, Any]]:
+        """Add the item that a part begins to `items`. Yields the events of its beginning."""
+
+    @abstractmethod
+    def piece(self, text: str) -> Mapping[str, Any]:
+        """Return the event of a piece of the item in progress."""
+
+    @abstractmethod
+    def end(self, text: str, complete: bool) -> Iterator[Mapping[str, Any]]:
+        """Complete the last item, which has this text. Yields the events of its end."""
+
+    @abstractmethod
+    def end_answer(self, choice: Choice, output: StepOutput) -> Iterator[Mapping[str, Any]]:
+        """Yield the events that end an answer, given its last output."""
+
+    @abstractmethod
+    def fail(self, error: Exception) -> Iterator[Mapping[str, Any]]:
+        """Yield the events that end an answer which failed."""
+
+    def events(self, choice: Choice, output: StepOutput) -> bytes:
+        return b"".join(event(each, each["type"]) for each in self.walk(choice, output))
+
+    def closing(self) -> bytes:
+        return b""
+
+    def walk(self, choice: Choice, output: StepOutput) -> Iterator[Mapping[str, Any]]:
+        """Add the parts of an output to the items. Yields their events."""
+        if output.error is not None:
+            yield from self.fail(output.error)
+            return
+        for part in choice.parts(output):
+            if isinstance(part, CallPart) or not isinstance(part, self._in_progress or ()):
+                yield from self.begin_item(part)
+            if not isinstance(part, CallPart):
+                self._pieces.append(part.text)
+                yield self.piece(part.text)
+        if output.finished:
+            yield from self.end_answer(choice, output)
+
+    def begin_item(self, part: Part) -> Iterator[Mapping[str, Any]]:
+        """End the item in progress, and begin the next. Yields the events of both."""
+        yield from self.end_item()
+        self._in_progress = ArgumentsPart if isinstance(part, CallPart) else type(part)
+        yield from self.begin(part)
+
+    def end_item(self, *, complete: bool = True) -> Iterator[Mapping[str, Any]]:
+        """End the item in progress, if there is one. Yields the events of its end."""
+        if self._in_progress is not None:
+            text, self._pieces, self._in_progress = "".join(self._pieces), [], None
+            yield from self.end(text, complete)
 
 
 # ---------------------------------------------------------------------- from the engine's outputs to bytes

@@ -42,10 +42,10 @@ from typing_extensions import TypedDict
 from common.constrained.grammar import Grammar
 from common.request import StepOutput
 from common.server.api import conversation as chat
-from common.server.api.answer import Answer, Choice, WireFormat
+from common.server.api.answer import Answer, Choice, ItemFormat
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.fields import BODY, by_type, note
-from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.api.parts import CallPart, Part, ReasoningPart
 from common.server.api.shapes import event
 from common.server.api.stream import while_connected
 from common.server.api.tools import (
@@ -461,91 +461,73 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-class MessageEvents(WireFormat):
-    """The wire format of `/v1/messages`: a stream of Anthropic's named events, or one JSON object."""
+class MessageEvents(ItemFormat):
+    """The wire format of `/v1/messages`: a stream of Anthropic's named events, or one JSON object. The items are
+    blocks."""
 
-    last = b""
     ping = event({"type": "ping"}, "ping")
 
     def __init__(self, answer: Answer, _: MessagesRequest) -> None:
         super().__init__(answer)
-        self._blocks: list[Any] = []  # `ContentBlock`s; one that is in progress is the last
-        self._pieces: list[str] = []  # of the block in progress: its text, thoughts, or the JSON of its input
-        self._in_progress = False
 
     def opening(self) -> bytes:
         prompt_tokens = len(self.answer.streams[0].request.prompt_token_ids)
         message = self._message(_usage(prompt_tokens, 0, 0), {"stop_reason": None, "stop_sequence": None})
         return event({"type": "message_start", "message": message}, "message_start") + self.ping
 
-    def events(self, choice: Choice, output: StepOutput) -> bytes:
-        # Each event is encoded before the next is made: they share blocks, which grow.
-        return b"".join(event(each, each["type"]) for each in self._events(choice, output))
-
-    def closing(self) -> bytes:
-        return b""
-
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> Message:
         (choice,), (outputs,) = self.answer.choices, said
         for output in outputs:
-            for _ in self._events(choice, output):
+            for _ in self.walk(choice, output):
                 pass
         return self._message(_usage_of(choice), self._ending(choice))
 
-    def _events(self, choice: Choice, output: StepOutput) -> Iterator[MessageEvent]:
-        """Yield the events of one output."""
-        if output.error is not None:
-            yield {"type": "error", "error": from_exception(output.error).messages_body(None)["error"]}
-            return
-        for part in choice.parts(output):
-            match part:
-                case TextPart(text):
-                    if not self._grows("text"):
-                        yield from self._begin({"type": "text", "text": ""})
-                    yield self._piece(text, {"type": "text_delta", "text": text})
-                case ReasoningPart(text):
-                    if not self._grows("thinking"):
-                        yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
-                    yield self._piece(text, {"type": "thinking_delta", "thinking": text})
-                case CallPart(_, call_id, name):
-                    yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-                case ArgumentsPart(_, text):
-                    yield self._piece(text, {"type": "input_json_delta", "partial_json": text})
-        if output.finished:
-            yield from self._finish()
-            yield {"type": "message_delta", "delta": self._ending(choice), "usage": _usage_of(choice)}
-            yield {"type": "message_stop"}
+    def begin(self, part: Part) -> Iterator[MessageEvent]:
+        block: ContentBlock
+        match part:
+            case ReasoningPart():
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            case CallPart(_, call_id, name):
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+            case _:
+                block = {"type": "text", "text": ""}
+        self.items.append(block)
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
-    def _grows(self, kind: str) -> bool:
-        """True if a block of this type is in progress."""
-        return self._in_progress and self._blocks[-1]["type"] == kind
+    def piece(self, text: str) -> MessageEvent:
+        match self.items[-1]["type"]:
+            case "thinking":
+                return self._delta({"type": "thinking_delta", "thinking": text})
+            case "tool_use":
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case _:
+                return self._delta({"type": "text_delta", "text": text})
 
-    def _begin(self, block: ContentBlock) -> Iterator[MessageEvent]:
-        """End the block in progress, and begin another one. Yields the events of both."""
-        yield from self._finish()
-        self._blocks.append(block)
-        self._in_progress = True
-        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
-
-    def _piece(self, text: str, delta: BlockDelta) -> MessageEvent:
-        """Add a piece to the block in progress, and return its event."""
-        self._pieces.append(text)
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-    def _finish(self) -> Iterator[MessageEvent]:
-        """End the block in progress, if there is any. Yields the events of its end."""
-        if not self._in_progress:
-            return
-        block, text = self._blocks[-1], "".join(self._pieces)
-        self._pieces, self._in_progress = [], False
+    def end(self, text: str, complete: bool) -> Iterator[MessageEvent]:  # noqa: ARG002 - an input may be incomplete
+        block = self.items[-1]
         if block["type"] == "tool_use":
             block["input"] = _input_of(text)
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":  # clients send back only thoughts that have a signature
             block["signature"] = self.answer.id
-            yield self._piece("", {"type": "signature_delta", "signature": self.answer.id})
-        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+            yield self._delta({"type": "signature_delta", "signature": self.answer.id})
+        yield {"type": "content_block_stop", "index": self._index}
+
+    def end_answer(self, choice: Choice, output: StepOutput) -> Iterator[MessageEvent]:  # noqa: ARG002
+        yield from self.end_item()  # type: ignore[misc]  # of this format
+        yield {"type": "message_delta", "delta": self._ending(choice), "usage": _usage_of(choice)}
+        yield {"type": "message_stop"}
+
+    def fail(self, error: Exception) -> Iterator[MessageEvent]:
+        yield {"type": "error", "error": from_exception(error).messages_body(None)["error"]}
+
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
+
+    def _delta(self, delta: BlockDelta) -> MessageEvent:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _message(self, usage: MessageUsage, ending: Ending) -> Message:
         return {
@@ -553,7 +535,7 @@ class MessageEvents(WireFormat):
             "type": "message",
             "role": "assistant",
             "model": self.answer.model,
-            "content": self._blocks,
+            "content": self.items,
             **ending,
             "usage": usage,
         }

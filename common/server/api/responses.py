@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 
@@ -39,7 +39,7 @@ from common.constrained.grammar import Grammar
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function
 from common.request import StepOutput
-from common.server.api.answer import Answer, Choice, WireFormat
+from common.server.api.answer import Answer, Choice, ItemFormat
 from common.server.api.bodies import MAX_BODY_BYTES, too_large
 from common.server.api.conversation import (
     EFFORT,
@@ -52,7 +52,7 @@ from common.server.api.conversation import (
 )
 from common.server.api.fields import BODY, naming
 from common.server.api.logprobs import response_logprobs
-from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart
+from common.server.api.parts import CallPart, Part, ReasoningPart, TextPart
 from common.server.api.response_items import (
     ITEMS,
     ContentPart,
@@ -62,7 +62,6 @@ from common.server.api.response_items import (
     MessageItem,
     ReasoningItem,
     ResponseStore,
-    Status,
     Stored,
     ThoughtPart,
     check_items,
@@ -626,16 +625,16 @@ class ResponseEvent(TypedDict):
 
 # ---------------------------------------------------------------------- the answer
 
-#: The middle of the names of an item's `delta` and `done` events, for each type of item.
+#: By an item's type: the prefix of its id, and the middle of the names of its `delta` and `done` events.
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 GROWS_BY = {
     "message": "output_text",
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
 }
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class ResponseEvents(WireFormat):
+class ResponseEvents(ItemFormat):
     """Writes one response, as a stream of OpenAI's named events or as one JSON object.
 
     Args:
@@ -643,27 +642,22 @@ class ResponseEvents(WireFormat):
         wanted: the answer's request, whose settings the response repeats.
     """
 
-    last = b""
-
     def __init__(self, answer: Answer, wanted: ResponsesRequest) -> None:
         super().__init__(answer)
         self._wanted = wanted
         params = answer.streams[0].request.params
         self._settings = wanted.settings(params.temperature, params.top_p)
-        self._output: list[Any] = []  # `OutputItem`s; one that is in progress is the last
-        self._pieces: list[str] = []  # of that item's text
         self._logprobs: list[ChatTokenLogprobs] = []  # of tokens whose text has not come yet
         self._num_events = 0
         self._whole: ResponseObject | None = None  # once the answer has ended
 
     def opening(self) -> bytes:
-        return _encoded(
-            self._event(name, response=self._response("in_progress"))
-            for name in ("response.created", "response.in_progress")
-        )
+        created = self._event("response.created", response=self._response("in_progress"))
+        in_progress = self._event("response.in_progress", response=self._response("in_progress"))
+        return event(created, created["type"]) + event(in_progress, in_progress["type"])
 
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        events = _encoded(self._events(choice, output))
+        events = super().events(choice, output)
         if self._whole is not None:
             self._wanted.keep(self._whole)
         return events
@@ -674,124 +668,94 @@ class ResponseEvents(WireFormat):
         self._num_events = written
         return end
 
-    def closing(self) -> bytes:
-        return b""
-
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
         (choice,), (outputs,) = self.answer.choices, said
-        events = [each for output in outputs for each in self._events(choice, output)]
+        events: list[Any] = [each for output in outputs for each in self.walk(choice, output)]
         # In a stream only the pieces have log-probabilities, since its last events repeat the text four times.
         for each in events:
             for entry in each.get("logprobs", ()):
-                self._output[each["output_index"]]["content"][0]["logprobs"].append(entry)
-        response = events[-1]["response"]
+                self.items[each["output_index"]]["content"][0]["logprobs"].append(entry)
+        response: ResponseObject = events[-1]["response"]
         self._wanted.keep(response)
         return response
 
     # ------------------------------------------------------------------ events
 
-    def _event(self, name: EventType, **fields: Any) -> ResponseEvent:
+    def _event(self, name: str, **fields: Any) -> ResponseEvent:
         number, self._num_events = self._num_events, self._num_events + 1
         return {"type": name, "sequence_number": number, **fields}  # type: ignore[typeddict-item]
 
-    def _events(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
-        """Yield the events of one output. To send events, encode each before you take the next: they share items,
-        which grow."""
-        if output.error is not None:
-            yield from self._failure(output.error)
-            return
+    def walk(self, choice: Choice, output: StepOutput) -> Iterator[Mapping[str, Any]]:
         self._logprobs += response_logprobs(self.answer, choice, output)
-        for part in choice.parts(output):
-            logprobs, self._logprobs = self._logprobs, []
-            match part:
-                case TextPart(text):
-                    if not self._in_progress("message"):
-                        yield from self._begin("message", role="assistant", content=[])
-                    yield self._piece(text, logprobs=logprobs)
-                case ReasoningPart(text):
-                    if not self._in_progress("reasoning"):
-                        yield from self._begin("reasoning", summary=[], content=[], encrypted_content=None)
-                    yield self._piece(text)
-                case CallPart(_, call_id, name):
-                    yield from self._begin(
-                        "function_call", call_id=call_id, **self._wanted.called(name), arguments=""
-                    )
-                case ArgumentsPart(_, text):
-                    yield self._piece(text)
-        if output.finished:
-            yield from self._end(choice, output)
+        yield from super().walk(choice, output)
 
-    def _in_progress(self, kind: str) -> bool:
-        """True if an item of this type is in progress."""
-        return bool(self._output) and self._output[-1]["type"] == kind
-
-    def _begin(self, kind: str, **fields: Any) -> Iterator[ResponseEvent]:
-        """End the item in progress, and begin an item of type `kind`. Yields the events of both."""
-        yield from self._finish("completed")
-        number = f"{self.answer.id.removeprefix('resp_')}_{len(self._output)}"
-        self._output.append(
-            {"id": f"{PREFIXES[kind]}_{number}", "type": kind, "status": "in_progress", **fields}
-        )
-        yield self._event("response.output_item.added", output_index=self._index, item=self._output[-1])
+    def begin(self, part: Part) -> Iterator[ResponseEvent]:
+        fields: dict[str, Any]
+        match part:
+            case ReasoningPart():
+                kind, fields = "reasoning", {"summary": [], "content": [], "encrypted_content": None}
+            case CallPart(_, call_id, name):
+                kind, fields = (
+                    "function_call",
+                    {"call_id": call_id, **self._wanted.called(name), "arguments": ""},
+                )
+            case _:
+                kind, fields = "message", {"role": "assistant", "content": []}
+        number = f"{self.answer.id.removeprefix('resp_')}_{len(self.items)}"
+        item = {"id": f"{PREFIXES[kind]}_{number}", "type": kind, "status": "in_progress", **fields}
+        self.items.append(item)
+        yield self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if "content" in fields:
             yield self._event("response.content_part.added", **self._place, part=_part(kind, ""))
 
-    def _piece(self, text: str, **fields: Any) -> ResponseEvent:
-        """Add a piece of text to the item in progress, and return the `delta` event of that piece."""
-        self._pieces.append(text)
-        name: Any = f"response.{GROWS_BY[self._output[-1]['type']]}.delta"
-        return self._event(name, **self._place, delta=text, **fields)
+    def piece(self, text: str) -> ResponseEvent:
+        kind = self.items[-1]["type"]
+        logprobs, self._logprobs = self._logprobs, []
+        more = {"logprobs": logprobs} if kind == "message" else {}
+        return self._event(f"response.{GROWS_BY[kind]}.delta", **self._place, delta=text, **more)
 
-    def _finish(self, status: Status) -> Iterator[ResponseEvent]:
-        """End the item in progress, if there is any, with this status. Yields the events of the item's end."""
-        if not self._output or self._output[-1]["status"] != "in_progress":
-            return
-        item, text, self._pieces = self._output[-1], "".join(self._pieces), []
+    def end(self, text: str, complete: bool) -> Iterator[ResponseEvent]:
+        item = self.items[-1]
         kind = item["type"]
-        name: Any = f"response.{GROWS_BY[kind]}.done"
+        done = f"response.{GROWS_BY[kind]}.done"
         if kind == "function_call":
             item["arguments"] = text
-            yield self._event(name, **self._place, arguments=text)
+            yield self._event(done, **self._place, arguments=text)
         else:
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            yield self._event(name, **self._place, text=text, **more)
+            yield self._event(done, **self._place, text=text, **more)
             item["content"] = [_part(kind, text)]
             yield self._event("response.content_part.done", **self._place, part=item["content"][0])
-        item["status"] = status
-        yield self._event("response.output_item.done", output_index=self._index, item=item)
-
-    @property
-    def _index(self) -> int:
-        return len(self._output) - 1
+        item["status"] = "completed" if complete else "incomplete"
+        yield self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Fields of an event about the item in progress: the item's id and index and, if the item has content, the
+        """Fields of an event about the last item: the item's id and index and, if the item has content, the
         content's index, 0."""
-        item = self._output[-1]
-        place = {"item_id": item["id"], "output_index": self._index}
+        item = self.items[-1]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         return place | {"content_index": 0} if "content" in item else place
 
     # ------------------------------------------------------------------ the last events
 
-    def _end(self, choice: Choice, output: StepOutput) -> Iterator[ResponseEvent]:
-        status: Status = "incomplete" if output.finish_reason == "length" else "completed"
-        if all(item["type"] == "reasoning" for item in self._output) and status == "completed":
-            yield from self._begin("message", role="assistant", content=[])  # clients look for an answer
+    def end_answer(self, choice: Choice, output: StepOutput) -> Iterator[Mapping[str, Any]]:
+        complete = output.finish_reason != "length"
+        if complete and all(item["type"] == "reasoning" for item in self.items):
+            yield from self.begin_item(TextPart(""))  # clients look for an answer
         broken_off = choice.reader is not None and choice.reader.in_call
-        yield from self._finish("incomplete" if broken_off else status)
-        response = self._response(status)
+        yield from self.end_item(complete=complete and not broken_off)
+        response = self._response("completed" if complete else "incomplete")
         response["usage"] = self._usage(choice)
-        if status == "completed":
+        if complete:
             response["completed_at"] = int(time.time())
         else:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._whole = response
-        name: Any = f"response.{status}"
-        yield self._event(name, response=response)
+        yield self._event(f"response.{response['status']}", response=response)
 
-    def _failure(self, error: Exception) -> Iterator[ResponseEvent]:
-        yield from self._finish("incomplete")
+    def fail(self, error: Exception) -> Iterator[Mapping[str, Any]]:
+        yield from self.end_item(complete=False)
         failure = from_exception(error)
         # OpenAI documents these three fields. Its server sends an object `error`, for which its libraries raise.
         told = {"code": failure.code, "message": failure.message, "param": failure.param}
@@ -811,7 +775,7 @@ class ResponseEvents(WireFormat):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "output": self._output,
+            "output": self.items,
             "usage": None,
             **self._settings,  # type: ignore[typeddict-item]  # the rest of the fields
         }
@@ -837,10 +801,6 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _encoded(events: Iterable[ResponseEvent]) -> bytes:
-    return b"".join(event(each, each["type"]) for each in events)
 
 
 # ---------------------------------------------------------------------- the routes
