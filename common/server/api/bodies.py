@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from common.errors import ShuttingDownError
-from common.server.api.fields import BODY, review
+from common.server.api.fields import Fields, review
 from common.server.errors import OVERLOADED, ApiError, from_exception, refused, shorten, unavailable
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -189,11 +189,8 @@ def _require_json(request: Request) -> None:
         )
 
 
-class Body(BaseModel):
+class Body(Fields):
     """A request's body. For every field that has a default, null means that default."""
-
-    model_config = BODY
-    places: ClassVar[tuple[str, ...]] = ()  # of `UNIMPLEMENTED` and `HINTS`
 
     # Each unknown field's path in the body, by the path without numbers (`review`).
     _ignored: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,7 +30,7 @@ from common.server.api.conversation import (
     ReasoningEffort,
     text_of,
 )
-from common.server.api.fields import BODY
+from common.server.api.fields import Fields
 from common.server.api.logprobs import chat_logprobs
 from common.server.api.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from common.server.api.shapes import (
@@ -59,10 +59,8 @@ router = APIRouter(route_class=JsonRoute)
 # ---------------------------------------------------------------------- the body
 
 
-class Prediction(BaseModel):
+class Prediction(Fields):
     """A text that the client expects the answer to resemble, such as the file that it asks to change."""
-
-    model_config = BODY
 
     type: Literal["content"]
     content: Content

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, Tag
+from pydantic import Field
 from pydantic_core import from_json
 
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import Function, ToolUse, behind_thought, told_in_messages
 from common.errors import InvalidGrammarError, InvalidRequestError
-from common.server.api.fields import BODY, OLD_TOOLS, by_type, naming
+from common.server.api.fields import OLD_TOOLS, Fields, OneText, Parts, by_type, naming
 from common.server.api.tools import ToolCall, Tools, functions_of, log_once, tool_use_of
 from common.server.api.wanted import GenerationRequest
 from common.server.errors import refused, shorten
@@ -24,10 +24,8 @@ from common.text.conversation import continues, joined
 from common.text.dialect import Dialect
 
 
-class TextPart(BaseModel):
+class TextPart(Fields):
     """A part of a message's content: a text."""
-
-    model_config = BODY
 
     type: Literal["text"]
     text: str
@@ -37,8 +35,7 @@ class TextPart(BaseModel):
 Label = Annotated[str, Field(max_length=256)]
 
 Content = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[list[TextPart], Field(max_length=256, fail_fast=True), Tag("list")],
+    OneText | Parts[TextPart],
     by_type("a string, or a list of parts of type text"),
 ]
 
@@ -49,10 +46,9 @@ def text_of(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Fields):
     """A message of a conversation. An answer's `message` can be sent back as it is."""
 
-    model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("messages",)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
@@ -136,10 +132,8 @@ EFFORT = (
 VERBOSITY = "how long the answer is, if the template has the variable `verbosity`"
 
 
-class TemplateOptions(BaseModel):
+class TemplateOptions(Fields):
     """Fields that say how a conversation becomes the text of a prompt (by the model's chat template)."""
-
-    model_config = BODY
 
     add_generation_prompt: bool | None = None
     """whether the model is to begin a message of its own; default: unless it continues one"""

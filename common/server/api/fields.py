@@ -16,17 +16,13 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from common.constrained.grammar import Grammar
 from common.errors import InvalidGrammarError
 from common.server.errors import ApiError, refused, shorten
-
-# Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them. The text below a
-# field is its description in the OpenAPI document.
-BODY = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True)
 
 
 class Unimplemented(NamedTuple):
@@ -135,7 +131,16 @@ MOST_CHARACTERS = 60
 _PLAIN = frozenset({type(None), bool, int, float, str, dict})  # types of values that have no fields
 
 
-def review(body: BaseModel, ignored: dict[str, str], *, strict: bool = False, prefix: str = "") -> None:
+class Fields(BaseModel):
+    """Base class of a request's body, and of the objects in it. The text below a field is its description in the
+    OpenAPI document."""
+
+    # Strict: "5" is not 5, and true is not 1. Unknown fields are kept, so that `review` can name them.
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True)
+    places: ClassVar[tuple[str, ...]] = ()  # of `UNIMPLEMENTED` and `HINTS`
+
+
+def review(body: Fields, ignored: dict[str, str], *, strict: bool = False, prefix: str = "") -> None:
     """Check the fields of a validated body, and of the objects in it, that are not implemented.
 
     Args:
@@ -166,11 +171,11 @@ def review(body: BaseModel, ignored: dict[str, str], *, strict: bool = False, pr
     for name, value in body.__dict__.items():  # the fields of the body's class
         if type(value) in _PLAIN:  # much faster than pydantic's `isinstance`
             continue
-        if isinstance(value, BaseModel):
+        if isinstance(value, Fields):
             review(value, ignored, strict=strict, prefix=f"{prefix}{name}.")
         elif isinstance(value, list):
             for number, item in enumerate(value):
-                if not isinstance(item, BaseModel):  # a list of plain values: however long, it has no fields
+                if not isinstance(item, Fields):  # a list of plain values: however long, it has no fields
                     break
                 review(item, ignored, strict=strict, prefix=f"{prefix}{name}[{number}].")
 
@@ -183,11 +188,10 @@ def note(ignored: dict[str, str], prefix: str, name: str) -> None:
 
 
 @functools.cache
-def _lines_for(form: type[BaseModel]) -> tuple[Mapping[str, Unimplemented], frozenset[str]]:
+def _lines_for(form: type[Fields]) -> tuple[Mapping[str, Unimplemented], frozenset[str]]:
     """Return the lines of `UNIMPLEMENTED` and the names of `HINTS` for the places that a class has."""
-    places: tuple[str, ...] = getattr(form, "places", ())
-    known = {name: line for place in places for name, line in UNIMPLEMENTED.get(place, {}).items()}
-    return known, frozenset().union(*(HINTS.get(place, ()) for place in ("everywhere", *places)))
+    known = {name: line for place in form.places for name, line in UNIMPLEMENTED.get(place, {}).items()}
+    return known, frozenset().union(*(HINTS.get(place, ()) for place in ("everywhere", *form.places)))
 
 
 def _require_neutral(path: str, value: Any, known: Unimplemented) -> None:
@@ -208,6 +212,12 @@ def _same_json(value: Any, neutral: Any) -> bool:
 # ---------------------------------------------------------------------- values of several types
 
 
+#: The values of a union that `by_type` tells apart: a text, and a list of parts.
+OneText = Annotated[str, Tag("str")]
+PartT = TypeVar("PartT")
+Parts = Annotated[list[PartT], Field(max_length=256, fail_fast=True), Tag("list")]
+
+
 def by_type(expected: str) -> Discriminator:
     """Return a discriminator that tags a value with the name of its Python type, such as `str` or `list`.
 
@@ -226,8 +236,7 @@ def by_type(expected: str) -> Discriminator:
 Text = Annotated[str, Field(min_length=1)]
 
 JsonSchema = Annotated[
-    Annotated[str, Tag("str")] | Annotated[dict[str, Any], Tag("dict")],
-    by_type("an object, or the JSON text of one"),
+    OneText | Annotated[dict[str, Any], Tag("dict")], by_type("an object, or the JSON text of one")
 ]
 
 
@@ -240,10 +249,8 @@ def naming(path: str) -> Iterator[None]:
         raise InvalidGrammarError(f"{path}: {error}", param=path) from None
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Fields):
     """OpenAI's object around a JSON Schema. `name` and `description` are labels: the model is not told of them."""
-
-    model_config = BODY
 
     name: str | None = None
     description: str | None = None
@@ -253,10 +260,8 @@ class JsonSchemaFormat(BaseModel):
     """whatever it is, every answer follows the schema"""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """OpenAI's field `response_format`: the answer is any text, a JSON object, or JSON that follows a schema."""
-
-    model_config = BODY
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -297,11 +302,10 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 }
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Fields):
     """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields `json`,
     `regex`, `choice` and `grammar` is set."""
 
-    model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 
     json_: JsonSchema | None = Field(default=None, alias="json")

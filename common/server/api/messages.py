@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, Tag
+from pydantic import Field, Tag
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,7 +44,7 @@ from common.request import StepOutput
 from common.server.api import conversation as chat
 from common.server.api.answer import Answer, Choice, ItemFormat
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
-from common.server.api.fields import BODY, by_type, note
+from common.server.api.fields import Fields, OneText, Parts, by_type, note
 from common.server.api.parts import CallPart, Part, ReasoningPart
 from common.server.api.shapes import event
 from common.server.api.stream import while_connected
@@ -78,19 +78,15 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 # ---------------------------------------------------------------------- the body
 
 
-class TextBlock(BaseModel):
+class TextBlock(Fields):
     """A text."""
-
-    model_config = BODY
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(Fields):
     """The model's thoughts in an earlier answer. The template decides whether the model reads them again."""
-
-    model_config = BODY
 
     type: Literal["thinking"]
     thinking: str
@@ -98,19 +94,15 @@ class ThinkingBlock(BaseModel):
     """not read"""
 
 
-class RedactedThinkingBlock(BaseModel):
+class RedactedThinkingBlock(Fields):
     """Thoughts that only their maker can read: left out."""
-
-    model_config = BODY
 
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(BaseModel):
+class ToolUseBlock(Fields):
     """A call of a tool in an earlier answer."""
-
-    model_config = BODY
 
     type: Literal["tool_use"]
     id: chat.Label
@@ -120,16 +112,13 @@ class ToolUseBlock(BaseModel):
 
 _BY_CONTENT = by_type("a string, or a list of blocks")
 Texts = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[list[TextBlock], Field(max_length=256, fail_fast=True), Tag("list")],
+    OneText | Parts[TextBlock],
     _BY_CONTENT,
 ]
 
 
-class ToolResultBlock(BaseModel):
+class ToolResultBlock(Fields):
     """The result of an earlier `tool_use`."""
-
-    model_config = BODY
 
     type: Literal["tool_result"]
     tool_use_id: chat.Label
@@ -151,15 +140,12 @@ BLOCKS = {
 }
 
 
-class InputMessage(BaseModel):
+class InputMessage(Fields):
     """A message of the conversation. An answer's `role` and `content` can be sent back as they are."""
-
-    model_config = BODY
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        Annotated[str, Tag("str")]
-        | Annotated[list[Block], Field(max_length=256, fail_fast=True), Tag("list")],
+        OneText | Parts[Block],
         _BY_CONTENT,
     ]
 
@@ -227,10 +213,8 @@ Tool = Annotated[
 ]
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Fields):
     """Whether the model calls tools."""
-
-    model_config = BODY
 
     type: Literal["auto", "any", "tool", "none"]
     """`auto`: the model decides; `any`: it calls tools; `tool`: it calls the tool `name`; `none`: it calls none,
@@ -240,10 +224,8 @@ class ToolChoice(BaseModel):
     """an answer has one call at most"""
 
 
-class Thinking(BaseModel):
+class Thinking(Fields):
     """Whether the model thinks before it answers, if its template has the variable `enable_thinking`."""
-
-    model_config = BODY
 
     type: str
     """`disabled`, or any other word to think; default: the template's"""
@@ -253,20 +235,16 @@ class Thinking(BaseModel):
     """not read: thoughts are shown"""
 
 
-class JsonFormat(BaseModel):
+class JsonFormat(Fields):
     """The answer is JSON that follows a schema."""
-
-    model_config = BODY
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
     """a JSON Schema"""
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Fields):
     """How much the model reasons, and the form of its answer."""
-
-    model_config = BODY
 
     effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
     format: JsonFormat | None = None
@@ -276,8 +254,7 @@ class MessagesRequest(ConversationRequest):
     """The body of `POST /v1/messages` and of `POST /v1/messages/count_tokens`."""
 
     places: ClassVar[tuple[str, ...]] = (
-        "all bodies",
-        "conversations",
+        *ConversationRequest.places,
         "responses, Anthropic's messages",
         "Anthropic's messages",
     )

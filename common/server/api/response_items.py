@@ -30,20 +30,18 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from common.server.api.conversation import ChatMessage, Label, message
-from common.server.api.fields import BODY, by_type
+from common.server.api.fields import Fields, OneText, Parts, by_type
 from common.server.api.tools import CalledFunction, ToolCall
 from common.server.errors import ApiError, refused, shorten
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class ContentPart(BaseModel):
+class ContentPart(Fields):
     """A part of a message's content, or of a function's output."""
-
-    model_config = BODY
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -52,16 +50,14 @@ class ContentPart(BaseModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[list[ContentPart], Field(max_length=256, fail_fast=True), Tag("list")],
+    OneText | Parts[ContentPart],
     by_type("a string, or a list of parts of type input_text or output_text"),
 ]
 
 
-class ItemFields(BaseModel):
+class ItemFields(Fields):
     """The fields of all items. In the input they are labels."""
 
-    model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("items",)
 
     id: Label | None = None
@@ -107,10 +103,8 @@ class FunctionCallOutput(ItemFields):
     """a label"""
 
 
-class ThoughtPart(BaseModel):
+class ThoughtPart(Fields):
     """A part of a reasoning item."""
-
-    model_config = BODY
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -149,8 +143,7 @@ Item = Annotated[
     Discriminator(_type_of),
 ]
 Input = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("list")],
+    OneText | Annotated[list[Item], Field(min_length=1, max_length=2048, fail_fast=True), Tag("list")],
     by_type("a string or a list of items"),
 ]
 

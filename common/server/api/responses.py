@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, PrivateAttr, Tag
+from pydantic import Field, PrivateAttr, Tag
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,7 +50,7 @@ from common.server.api.conversation import (
     message,
     refuse_long,
 )
-from common.server.api.fields import BODY, naming
+from common.server.api.fields import Fields, naming
 from common.server.api.logprobs import response_logprobs
 from common.server.api.parts import CallPart, Part, ReasoningPart, TextPart
 from common.server.api.response_items import (
@@ -121,10 +121,8 @@ class FunctionTool(FunctionFields):
         return {"type": "function", **given, "strict": self.strict is not False}
 
 
-class Namespace(BaseModel):
+class Namespace(Fields):
     """A tool in the body of responses: functions under a common name, such as those of one MCP server."""
-
-    model_config = BODY
 
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -154,10 +152,8 @@ Tool = Annotated[
 ]
 
 
-class NamedTool(BaseModel):
+class NamedTool(Fields):
     """A tool that `tool_choice` names."""
-
-    model_config = BODY
 
     type: Literal["function"]
     name: FunctionName
@@ -169,11 +165,9 @@ class NamedTool(BaseModel):
         return flat_name(self.namespace, self.name)
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(Fields):
     """The tools of the body that may be called, and whether a call is required (`mode`). The model is told of all
     tools of the body."""
-
-    model_config = BODY
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -206,10 +200,8 @@ ToolChoice = Annotated[
 # ---------------------------------------------------------------------- the body
 
 
-class TextFormat(BaseModel):
+class TextFormat(Fields):
     """The form of the answer: any text, a JSON object, or JSON that follows a schema."""
-
-    model_config = BODY
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -222,19 +214,16 @@ class TextFormat(BaseModel):
     """whatever it is, every answer follows the schema"""
 
 
-class TextOptions(BaseModel):
+class TextOptions(Fields):
     """The field `text` of the body, with the form of the answer."""
-
-    model_config = BODY
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, description=VERBOSITY)
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(Fields):
     """The field `reasoning` of the body: how the model reasons."""
 
-    model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("reasoning",)
 
     effort: ReasoningEffort | None = Field(default=None, description=EFFORT)
@@ -244,8 +233,7 @@ class ResponsesRequest(ConversationRequest):
     """The body of `POST /v1/responses`. null means the default, for all but `input`."""
 
     places: ClassVar[tuple[str, ...]] = (
-        "all bodies",
-        "conversations",
+        *ConversationRequest.places,
         "responses, Anthropic's messages",
         "responses",
     )

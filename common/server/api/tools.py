@@ -10,12 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function, ToolUse, call_for_template
 from common.errors import InvalidGrammarError
-from common.server.api.fields import BODY
+from common.server.api.fields import Fields
 from common.server.errors import refused
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,8 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class FunctionFields(BaseModel):
+class FunctionFields(Fields):
     """The fields of a function that the model may call."""
-
-    model_config = BODY
 
     name: FunctionName
     description: str | None = None
@@ -52,10 +50,8 @@ class FunctionFields(BaseModel):
         return Function(self.name, self.description, parameters, bool(self.strict))
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(Fields):
     """A tool in the body of chat: a function that the model may call."""
-
-    model_config = BODY
 
     type: Literal["function"]
     function: FunctionFields
@@ -64,18 +60,14 @@ class FunctionTool(BaseModel):
 Tools = Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)]
 
 
-class Named(BaseModel):
+class Named(Fields):
     """An object with the name of a function."""
-
-    model_config = BODY
 
     name: FunctionName
 
 
-class NamedTool(BaseModel):
+class NamedTool(Fields):
     """A tool that `tool_choice` names."""
-
-    model_config = BODY
 
     type: Literal["function"]
     function: Named
@@ -85,19 +77,15 @@ class NamedTool(BaseModel):
         return self.function.name
 
 
-class AllowedToolsFields(BaseModel):
+class AllowedToolsFields(Fields):
     """The tools that may be called, and whether one of them must be called (`mode`)."""
-
-    model_config = BODY
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(Fields):
     """The tools of the body that may be called. The model is told of all tools of the body."""
-
-    model_config = BODY
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolsFields
@@ -131,9 +119,11 @@ ToolChoice = Annotated[
 ]
 
 
-class OtherTool(BaseModel):
+class OtherTool(Fields):
     """A tool that this server cannot offer to the model, such as a search of the web. Some bodies may have such
     tools, and nothing comes of them."""
+
+    model_config = ConfigDict(extra="ignore")
 
     type: str
 
@@ -210,20 +200,16 @@ def tool_use_of(
 # ---------------------------------------------------------------------- calls in earlier messages
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Fields):
     """The function that a tool call names, and the arguments of the call."""
-
-    model_config = BODY
 
     name: FunctionName
     arguments: str
     """JSON text"""
 
 
-class ToolCall(BaseModel):
+class ToolCall(Fields):
     """A call in an assistant's message. A client sends it back as an earlier answer gave it."""
-
-    model_config = BODY
 
     id: str = Field(default="", max_length=256)
     type: Literal["function"] = "function"

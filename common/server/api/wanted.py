@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import ToolUse
 from common.request import SamplingParams
 from common.server.api.bodies import Body, Limits, check_model
-from common.server.api.fields import BODY, ResponseFormat, StructuredOutputs, by_type
+from common.server.api.fields import Fields, ResponseFormat, StructuredOutputs, by_type
 from common.server.errors import refused
 from common.text.dialect import Dialect
 
@@ -70,10 +70,9 @@ class Shown:
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """Options that say when a stream reports its usage. A JSON answer always has it."""
 
-    model_config = BODY
     places: ClassVar[tuple[str, ...]] = ("stream_options",)
 
     include_usage: bool | None = False
