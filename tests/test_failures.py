@@ -92,26 +92,6 @@ def test_a_pass_that_raises_fails_its_requests_once_each_and_the_engine_goes_on(
     assert engine.telemetry.counters.requests_failed == 1
 
 
-@pytest.mark.parametrize("step", ["prefill", "decode"])
-@pytest.mark.parametrize("phase", phase_names()[1:])
-def test_only_the_guilty_fail_in_a_flat_pass(phase: str, step: str) -> None:
-    error = RuntimeError("boom")
-
-    def before_pass(sequences: list[list[int]]) -> None:
-        if any(ids[0] == ord("!") and (step == "prefill" or len(ids) > 5) for ids in sequences):
-            raise error
-
-    engine = build(phase, RememberingModel(before_pass=before_pass))
-    requests = [add(engine, text, greedy(6)) for text in ("one", "!two", "three")]
-    outputs = run(engine)
-    assert end_of(outputs, requests[1]).error is error
-    assert_answered(outputs, (requests[0], requests[2]))
-    if phase in EACH_STEP_BY_ITSELF:  # three sequences, the half of two, and the guilty one alone
-        assert engine.telemetry.counters.failed_passes == 3
-    engine.step()
-    assert_all_free(engine)
-
-
 @FLAT
 def test_a_failed_pass_is_bisected(phase: str) -> None:
     """One guilty request of sixteen costs 2 log2 16 more passes, not sixteen."""

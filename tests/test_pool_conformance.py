@@ -131,36 +131,6 @@ def lengths(kind: Kind) -> list[int]:
 # ---------------------------------------------------------------------- bookkeeping
 
 
-def test_every_sequence_owns_columns_of_its_own(kind: Kind, pool: KVPool) -> None:
-    requests = seat(pool, *lengths(kind))
-    assert len({slot_of(r) for r in requests}) == len(requests)
-    owned: list[int] = []
-    for each in requests:
-        slot = slot_of(each)
-        assert pool.capacity(slot) >= each.num_prompt_tokens
-        assert (
-            pool.capacity(slot) == len(pool.block_table(slot)) * pool.block_size == len(rows_of(pool, each))
-        )
-        assert pool.get_seq_len(slot) == 0
-        owned += rows_of(pool, each)
-    assert len(set(owned)) == len(owned)
-    assert pool.reserved_tokens >= sum(r.num_prompt_tokens for r in requests)
-
-
-def test_a_sequence_grows_to_its_full_length(kind: Kind, pool: KVPool) -> None:
-    if pool.max_request_tokens() is not None and kind.sequences == 1:
-        pytest.skip("one sequence, whose columns are all there from the start")
-    (own,) = seat(pool, 5)
-    slot = slot_of(own)
-    before = list(pool.block_table(slot))
-    for tokens in range(5, 5 + NEW + 1):
-        assert pool.reserve(own, tokens)
-        assert own.slot == slot
-        assert pool.capacity(slot) >= tokens
-        table = list(pool.block_table(slot))
-        assert table[: len(before)] == before, "what was written stays where it is"
-
-
 def test_as_many_sequences_can_begin_as_there_are_free_slots(kind: Kind, pool: KVPool) -> None:
     if not kind.counts_slots:
         pytest.skip("rows, or a single sequence: nobody counts them")

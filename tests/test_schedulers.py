@@ -44,19 +44,6 @@ def test_a_plan_changes_nothing(bench: Bench) -> None:
     assert requests[0].state is RequestState.DECODE
 
 
-def test_there_is_work_until_the_last_request_has_left(bench: Bench) -> None:
-    scheduler = bench.scheduler
-    assert (scheduler.has_work, scheduler.next_wake(bench.clock.now)) == (False, None)
-    (request,) = bench.add(9)
-    while request.state is not RequestState.DECODE:
-        assert (scheduler.has_work, scheduler.next_wake(bench.clock.now)) == (True, bench.clock.now)
-        bench.step()
-    request.finish("length")
-    assert scheduler.has_work, "it still holds its memory"
-    bench.begin()
-    assert (scheduler.has_work, scheduler.next_wake(bench.clock.now)) == (False, None)
-
-
 def test_requests_are_admitted_in_the_order_of_their_arrival(bench: Bench) -> None:
     bench.add(3, 3, 3)
     order: list[str] = []

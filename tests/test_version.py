@@ -20,12 +20,12 @@ def test_the_top_heading_of_the_changelog() -> None:
     assert headings[0].rstrip(",") == VERSION
 
 
-def test_the_citation() -> None:
-    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-
-
-def test_the_site() -> None:
-    assert f"\ncopyright: infer {VERSION} #" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [("CITATION.cff", f"\nversion: {VERSION}\n"), ("mkdocs.yml", f"\ncopyright: infer {VERSION} #")],
+)
+def test_other_files_name_the_version(file: str, line: str) -> None:
+    assert line in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_the_installed_package_and_its_command(capsys: pytest.CaptureFixture[str]) -> None:

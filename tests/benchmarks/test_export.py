@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
-import benchmarks.peers.weights
 from benchmarks.export import export
 from benchmarks.peers.weights import weights_of
 from common.errors import StartupError
@@ -120,17 +119,3 @@ def test_a_checkpoint_is_served_from_where_it_is(tmp_path: Path) -> None:
     weights = weights_of("zoo:llama-tiny", "float32", tmp_path)
     assert weights.folder == open_checkpoint("zoo:llama-tiny").folder
     assert not list(tmp_path.iterdir())
-
-
-def test_an_export_that_fails_half_way_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_model: str, target: Path, _dtype: str) -> None:
-        target.mkdir()
-        (target / "half").write_text("")
-        raise StartupError("no more")
-
-    monkeypatch.setattr(benchmarks.peers.weights, "export", broken)
-    with pytest.raises(StartupError, match="no more"):
-        weights_of("dummy:tiny-llama", "float32", tmp_path)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name == "weights"]

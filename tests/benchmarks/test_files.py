@@ -83,15 +83,6 @@ def test_a_run_that_failed_is_published_and_counts_nowhere(tmp_path: Path) -> No
     assert found.latencies["phase 4"] == latencies_of([good])
 
 
-def test_runs_beside_published_ones_are_read_too(tmp_path: Path, runs: list[Run]) -> None:
-    """If a comparison is in both kinds of files, its runs' own files count."""
-    publish(tmp_path / "runs", tmp_path / "runs", timelines="none")
-    save(tmp_path / "runs", make_run(workload="baseline"))
-    baseline, mixed = load_comparisons(tmp_path / "runs")
-    assert baseline.runs[0].workload.name == "baseline"
-    assert mixed.runs == runs
-
-
 @pytest.mark.parametrize("name", ["a.json", f"mixed{PUBLISHED}"])
 @pytest.mark.parametrize("content", ["{}", "no JSON"])
 def test_a_file_without_runs_is_named(tmp_path: Path, name: str, content: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -142,13 +141,6 @@ def test_llama_cpp_gets_the_memory_of_the_paged_phases_and_results_keep_no_folde
         peer_target(f"llama-server={sys.executable}", Setup(model="zoo:llama-tiny"))
 
 
-def test_peers_stand_in_one_order(installed: Path, tmp_path: Path) -> None:
-    file = save_gguf(zoo("llama-tiny"), tmp_path / "model.gguf")
-    names = ["generate", f"vllm={installed}", f"llama-server={sys.executable}", "http://127.0.0.1:9"]
-    orders = [peer_target(name, Setup(model=str(file), device="cpu")).order for name in names]
-    assert orders == sorted(set(orders))
-
-
 def measure(target: Target) -> list[RequestRecord]:
     with RunningServer(target) as server:
         requests = [PlannedRequest(i, 0.0, [5 + i, 9, 11] * (i + 1), 3 * (i + 1), 6 + i) for i in range(3)]
@@ -165,17 +157,3 @@ def test_our_own_loop_as_a_peer() -> None:
     ends = sorted((record.token_times_s[0], record.token_times_s[-1]) for record in records)
     assert ends[0][1] <= ends[1][0]  # one after the other
     assert ends[1][1] <= ends[2][0]
-
-
-INSTALLED_PEERS = [name for name in os.environ.get("INFER_TEST_PEERS", "").split(",") if name]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED_PEERS, reason="INFER_TEST_PEERS names none, such as vllm=FOLDER")
-@pytest.mark.parametrize("peer", INSTALLED_PEERS)
-def test_a_peer_in_an_environment_of_its_own(peer: str) -> None:
-    setup = Setup(model="dummy:llama-60m", dtype="bfloat16", slots=2, max_seq_len=256, device="cpu")
-    target = peer_target(peer, setup)
-    records = measure(target)
-    assert [record.error for record in records] == [None] * 3
-    assert [record.completion_tokens for record in records] == [6, 7, 8]

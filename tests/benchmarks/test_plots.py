@@ -122,24 +122,6 @@ def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
     assert group.first.comparison == "20990101-000000"
 
 
-def test_a_run_that_is_killed_while_it_is_written_leaves_no_half_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Path.write_bytes
-
-    def half(path: Path, content: bytes) -> int:
-        write(path, content[: len(content) // 2])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", half)
-        with pytest.raises(KeyboardInterrupt):
-            make_run().save(tmp_path)
-    assert load_groups(tmp_path) == []
-    save(tmp_path, make_run())
-    assert len(load_groups(tmp_path)) == 1
-
-
 def test_runs_that_failed_are_not_drawn(tmp_path: Path) -> None:
     failed = make_run("phase 5", 5)
     failed.status = "incomplete"

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks.servers
-from benchmarks.servers import RunningServer, Setup, Target, find_phase_module, open_server, phase_target
+from benchmarks.servers import RunningServer, Setup, Target, find_phase_module, phase_target
 from common.errors import StartupError
-from tests.benchmarks.fake_server import FakeServer
 
 FAKE = Path(__file__).with_name("fake_server.py")
 
@@ -126,20 +125,3 @@ def test_a_server_deaf_to_sigterm_is_killed() -> None:
     with RunningServer(fake_target(deaf=1), stop_timeout_s=0.5) as server:
         assert server.exit_code is None
     assert server.exit_code == -9
-
-
-def test_a_server_that_runs_already_is_left_running() -> None:
-    with FakeServer() as fake:
-        target = Target("there", 100, None, {}, url=fake.url + "/v1/")
-        with open_server(target) as server:
-            assert (server.url, server.model) == (fake.url, "fake")
-        with open_server(target) as server:  # it still runs
-            assert server.model == "fake"
-
-
-def test_a_url_where_nobody_is() -> None:
-    with (
-        pytest.raises(StartupError, match="names no model"),
-        open_server(Target("x", 1, None, {}, url="http://127.0.0.1:1")),
-    ):
-        pass

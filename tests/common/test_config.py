@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from common.engine.config import EngineConfig, resolve_device, resolve_dtype
 from common.errors import StartupError
-from common.models.config import kv_bytes
 from common.startup.phases import find_phase, phase_names
-from tests.support.engines import CPU, RememberingModel, byte_tokenizer, model_config, the_refusal, tiny_model
+from tests.support.engines import CPU, RememberingModel, byte_tokenizer, the_refusal, tiny_model
 
 REFUSED: list[tuple[str, Any]] = [
     *((name, value) for name in ("max_batch_size", "block_size", "num_blocks") for value in (0, -1)),
@@ -86,18 +85,6 @@ def test_auto_dtype_on_a_cpu(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     assert resolve_dtype("auto", checkpoint, CPU) == expected
-
-
-# ---------------------------------------------------------------------- memory
-
-
-def test_kv_bytes_is_keys_and_values_of_every_layer() -> None:
-    config = model_config(num_kv_heads=3, head_dim=20)
-    assert kv_bytes(config, 100, torch.bfloat16) == 2 * 2 * 3 * 20 * 100 * 2
-    assert config.kv_shape(torch.float32).bytes_per_token == 2 * 2 * 3 * 20 * 4
-    keys, values = config.kv_shape(torch.float32).allocate(5, 7, CPU)
-    assert sum(t.nbytes for t in (*keys, *values)) == kv_bytes(config, 35, torch.float32)
-    assert {tuple(t.shape) for t in (*keys, *values)} == {(5, 7, 3, 20)}
 
 
 # ---------------------------------------------------------------------- phases

@@ -94,21 +94,6 @@ def test_min_tokens_hold_eos_and_stop_tokens_back(phase: str) -> None:
     assert answer(engine, Grammar.regex("b+"), **ended_by_b) == ("", "stop", 1), "nothing else may come"
 
 
-# ---------------------------------------------------------------------- beside others
-
-
-def test_preempted_requests_go_on_where_they_were() -> None:
-    grammar = Grammar.regex("(abc|bca|cab){30}")
-    rule = likes(ord("b"), ord("a"), ord("c"))
-    roomy = build_constrained("paged", RememberingModel(rule=rule), block_size=4)
-    (expected,) = {answer(roomy, grammar, max_new_tokens=40)[0]}
-    engine = build_constrained("paged", RememberingModel(rule=rule), block_size=4, num_blocks=18)
-    requests = [add(engine, "ask:", greedy(40, grammar=grammar)) for _ in range(4)]
-    outputs = run(engine)
-    assert engine.scheduler.preemptions > 0
-    assert [text_of(outputs, request) for request in requests] == [expected] * 4
-
-
 # ---------------------------------------------------------------------- failures
 
 
@@ -181,6 +166,3 @@ def test_a_mask_is_computed_while_the_next_pass_is(phase: str) -> None:
     model.before_pass = look
     assert text_of(run(engine), request) == "abababab"
     assert begun == list(range(1, 8))
-
-
-# ---------------------------------------------------------------------- offline

@@ -110,11 +110,6 @@ def test_a_chunk_on_a_gpu_is_no_longer_than_a_sequence_may_be(monkeypatch: pytes
     assert sized("7", 80, monkeypatch, max_seq_len=512).prefill_chunk_size == 512
 
 
-def test_too_small_a_gpu_is_left_to_the_check_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sized("5", 1, monkeypatch).max_batch_size == 1
-    assert sized("9", 1, monkeypatch).num_blocks == 1
-
-
 def test_a_cpu_changes_nothing() -> None:
     config = find_phase("9").Config(max_seq_len=4096)
     assert sized_for(config, MODEL, torch.bfloat16, CPU, weights=WEIGHTS) is config

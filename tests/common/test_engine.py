@@ -95,22 +95,6 @@ def test_the_order_of_a_step(phase: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert trace.names == ["retire", "release", "make_room", "admit", "plan", "execute", "launch", "commit"]
 
 
-def test_the_models_own_tokens_come_out(phase: str) -> None:
-    engine = build(phase)
-    requests = [add(engine, text, greedy(10)) for text in ("a", "hello", "other words", "b")]
-    outputs = run(engine)
-    for request in requests:
-        assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 10)
-        end = end_of(outputs, request)
-        assert (end.finish_reason, end.error) == ("length", None)
-        assert (end.prompt_tokens, end.completion_tokens) == (request.num_prompt_tokens, 10)
-    counts = [o.completion_tokens for o in outputs if o.request_id == requests[0].request_id]
-    assert counts == list(range(1, 11))
-    run(engine)
-    engine.step()
-    assert_all_free(engine)
-
-
 # ---------------------------------------------------------------------- determinism
 
 
@@ -261,22 +245,6 @@ def test_counts_of_a_rectangle_worked_by_hand() -> None:
     assert (counters.prefill_tokens, counters.decode_tokens) == (10, 3)
     assert (counters.padded_tokens, counters.idle_rows) == (5, 3)
     assert (counters.requests_added, counters.requests_finished) == (3, 3)
-
-
-def test_counts_of_a_flat_batch_worked_by_hand() -> None:
-    """The same requests in phase 5 with two seats: no padding and no idle rows."""
-    engine = build("continuous", max_batch_size=2, max_seq_len=16)
-    for prompt, new in ((b"ab", 1), (b"abcde", 3), (b"abc", 2)):
-        add(engine, prompt, greedy(new))
-    run(engine)
-    assert counts(engine) == [
-        (1, 7, 0, 0, 0, 7),
-        (2, 3, 1, 0, 0, 6 + 3),
-        (1, 0, 2, 0, 0, 7 + 4),
-        (0, 0, 0, 0, 0, 0),
-    ]
-    assert [r.kv_reserved_tokens for r in engine.telemetry.records] == [32, 32, 32, 0]
-    assert [(r.waiting, r.active) for r in engine.telemetry.records] == [(1, 2), (0, 2), (0, 2), (0, 0)]
 
 
 def test_times_are_the_clocks() -> None:

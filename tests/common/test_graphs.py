@@ -40,17 +40,6 @@ def test_every_number_of_seats_has_graphs_for_each_of_its_batches() -> None:
         assert graphs.captured_rows == sizes[::-1], "no batch is captured while clients wait"
 
 
-def test_graphs_write_to_one_buffer() -> None:
-    """Graphs of all sizes write their results to the same buffer, so the next replay overwrites them."""
-    graphs = StandIns([2, 4])
-    for size in (4, 2):
-        assert_doubled(graphs, size, start=0)
-    four, _ = graphs.run("double", double, [rows_of(4, 0)])
-    two, _ = graphs.run("double", double, [rows_of(2, 100)])
-    assert four.data_ptr() == two.data_ptr()
-    assert torch.equal(four[:2], two)
-
-
 def test_a_failed_capture_disables_its_size_alone() -> None:
     broken = {4}
     graphs = StandIns([2, 4, 8], fails=broken.__contains__)

@@ -140,28 +140,6 @@ def test_an_error_anywhere_in_a_step_leaves_the_engine_as_new(
         assert_as_new(llm)
 
 
-@pytest.mark.parametrize(
-    "phase", PHASES[:-1]
-)  # the last computes in another thread, which no interrupt reaches
-def test_an_interrupt_while_the_model_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt comes in a pass, or in the retry of a failed pass."""
-    model = RememberingModel()
-    llm = ready(phase, model, monkeypatch)
-    for errors in ([KeyboardInterrupt()], [LookupError(), KeyboardInterrupt()]):
-        for first in (0, 3):
-            raises: list[BaseException | None] = [*[None] * first, *errors]
-
-            def before_pass(_: object, raises: list[BaseException | None] = raises) -> None:
-                if raises and (error := raises.pop(0)) is not None:
-                    raise error
-
-            model.before_pass = before_pass
-            with pytest.raises(KeyboardInterrupt):
-                generate(llm)
-            model.before_pass = lambda _: None
-            assert_as_new(llm)
-
-
 @pytest.mark.parametrize("phase", ["prefix", "pipelined"])
 def test_a_real_ctrl_c_while_a_pass_computes(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the host of phase 9 waits for tokens."""

@@ -15,10 +15,9 @@ from common.engine.reference import generate
 from common.errors import InvalidRequestError, NaNLogitsError
 from common.llm import LLM, Completion
 from common.models.layers import CausalLM
-from common.request import Request, RequestState, SamplingParams
+from common.request import Request
 from common.text.tokenizer import IncrementalDetokenizer
 from tests.support.engines import (
-    EOS,
     RememberingModel,
     build,
     byte_tokenizer,
@@ -43,23 +42,6 @@ def test_generate_is_the_models_argmax_token_by_token(llama: CausalLM) -> None:
     for _ in range(12):
         token_ids.append(int(solo_logits(llama, token_ids)[-1].argmax()))
     assert solo(llama, prompt, greedy(12, ignore_eos=True)) == token_ids[4:]
-
-
-def test_generate_has_the_outputs_of_an_engine(llama: CausalLM) -> None:
-    tokenizer = byte_tokenizer()
-    params = SamplingParams(max_new_tokens=9, seed=3, logprobs=2)
-    request = Request("r", [1, 2, 3], params, frozenset({EOS}), IncrementalDetokenizer(tokenizer, [1, 2, 3]))
-    outputs = list(generate(llama, request))
-    engine = build("continuous", llama)
-    engine.add_request(engine.create_request([1, 2, 3], params, "r"))
-    served = []
-    while engine.has_work:
-        served += engine.step()
-    assert [(o.token_id, o.text_delta, o.finished, o.finish_reason) for o in outputs] == [
-        (o.token_id, o.text_delta, o.finished, o.finish_reason) for o in served
-    ]
-    assert request.state is RequestState.FINISHED
-    assert request.slot is None
 
 
 def test_generate_raises_where_the_model_gives_no_number() -> None:

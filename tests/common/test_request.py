@@ -74,17 +74,6 @@ def test_every_transition(state: State, move: str) -> None:
         assert (request.finish_reason, request.error) == before
 
 
-def test_preemption_keeps_what_was_generated() -> None:
-    request = make()
-    request.arrival = 7
-    request.start_prefill()
-    request.start_decode()
-    request.token_ids += [8, 9]
-    request.preempt()
-    assert request.token_ids == [1, 2, 3, 8, 9]
-    assert (request.arrival, request.num_prompt_tokens, request.num_generated_tokens) == (7, 3, 2)
-
-
 # ---------------------------------------------------------------------- random numbers
 
 

@@ -304,9 +304,6 @@ def test_candidates_that_end_among_equals(
     assert sorts.rows[VOCAB] == sorted_rows + 1
 
 
-# ---------------------------------------------------------------------- frequencies
-
-
 # ---------------------------------------------------------------------- seeds and neighbours
 
 
@@ -372,17 +369,6 @@ def test_the_tail_of_a_large_vocabulary_is_reached(monkeypatch: pytest.MonkeyPat
         (token,) = ids_of(logits, [make()])
         assert abs(token - bisect.bisect_right(cumulative, uniform * cumulative[-1])) <= 1
         assert abs(token - share * vocab) < 0.01 * vocab
-
-
-# ---------------------------------------------------------------------- masks
-
-
-def test_a_mask_longer_than_the_vocabulary() -> None:
-    """A tokenizer may have more ids than the model."""
-    logits = random_logits(2)
-    masks = masks_of({1: [VOCAB - 1, VOCAB, 95]}, words=3)
-    assert ids_of(logits, [make(temperature=0.0)] * 2)[0] == int(logits[0].argmax())
-    assert sample(logits, [make(temperature=0.0)] * 2, masks).token_ids.tolist()[1] == VOCAB - 1
 
 
 # ---------------------------------------------------------------------- penalties
@@ -529,9 +515,6 @@ def test_a_choice_recorded_for_one_row_holds_for_several(values: dict[str, Any])
     inputs, given = inputs_of(4)
     logits = random_logits(4, 2000, seed=1)
     assert all(map(torch.equal, tape(logits, *given.values()), function(logits, *given.values())))
-
-
-# ---------------------------------------------------------------------- not a number
 
 
 # ---------------------------------------------------------------------- logprobs

@@ -48,13 +48,6 @@ def test_work_of_any_size_in_order(stream: Stream) -> None:
     assert [len(each) for each in doubles] == [3, 2, 1]
 
 
-def test_work_behind_work(stream: Stream) -> None:
-    for n in (1, 2, 3):  # recorded, then played after recorded work, then after played work
-        first = stream.submit("halve", lambda x: (x / 2, -x), [torch.full((n,), 8.0)], fetch=False)
-        second = stream.submit("sum", lambda a, b, c: (a + b + c,), [torch.ones(n)], first)
-        assert second.wait()[0].tolist() == [4 - 8 + 1] * n
-
-
 def test_an_error_is_raised_for_its_work_and_for_work_built_on_it(stream: Stream) -> None:
     table, ids = torch.arange(4.0).view(4, 1), torch.tensor([2])
     assert stream.submit("look up", lookup(table), [ids]).wait()[0].item() == 2
@@ -85,12 +78,6 @@ def test_a_call_comes_after_all_that_was_handed_in(stream: Stream) -> None:
     with pytest.raises(ZeroDivisionError):
         stream.call(lambda: 1 // 0)
     assert stream.aside(lambda: 5) == 5
-
-
-def test_the_best_stream_for_a_device() -> None:
-    assert isinstance(open_stream(torch.device("cpu"), recorded=False), ThreadStream)
-    if native.is_loaded():
-        assert isinstance(open_stream(torch.device("cpu"), recorded=True), TapeStream)
 
 
 @pytest.mark.gpu

@@ -31,12 +31,6 @@ def pages(telemetry: Telemetry, since_step: int) -> Iterator[dict[str, Any]]:
             return
 
 
-def test_before_the_first_step() -> None:
-    for since_step in (None, 0):
-        page = Telemetry().snapshot(since_step=since_step)
-        assert (page["steps"], page["next_step"], page["counters"]["steps"]) == ([], 0, 0)
-
-
 def test_a_page_is_bounded_and_of_plain_values() -> None:
     telemetry = Telemetry()
     run_steps(telemetry, 3 * PAGE_STEPS)

@@ -108,12 +108,6 @@ def test_an_emoji_split_over_tokens_is_never_shown_in_part(tokenizer: Tokenizer,
     assert said == text
 
 
-def test_incomplete_bytes_are_dropped_at_the_end(tokenizer: Tokenizer) -> None:
-    ids = encode(tokenizer, "Hi") + encode(tokenizer, "😀")[:-1]
-    assert "".join(tell(tokenizer, ids)) == "Hi"
-    assert "".join(tell(tokenizer, ids, stop=["never"])) == "Hi"
-
-
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
     """Return the token of a single byte, in a byte-fallback or a byte-level vocabulary."""
     names = (f"<0x{byte:02X}>", byte_alphabet()[byte])
@@ -168,9 +162,6 @@ def test_special_tokens_are_left_out_and_foreign_ids_print_as_numbers(tokenizer:
     ):
         assert "".join(tell(tokenizer, ids)) == tokenizer.decode(ids) == text
     assert "".join(tell(tokenizer, b, prompt=[*a, foreign])) == "b"
-
-
-# ---------------------------------------------------------------------- other kinds of tokenizers
 
 
 # ---------------------------------------------------------------------- stop strings

@@ -104,17 +104,6 @@ def test_any_pass_follows_the_rule(
     assert_follows_the_rule(Store.of(sequences, block_size, heads, seed=seed), window)
 
 
-def test_one_layout_serves_layers_of_different_windows() -> None:
-    """A layout caches its indices by window, so the order of windows does not matter."""
-    store = Store.of(PASSES[MIXED], block_size=3)
-    outs = {window: gathered(store, window) for window in (5, None, 2)}
-    for window in (None, 2, 5):
-        torch.testing.assert_close(outs[window].double(), store.oracle(window), rtol=1e-5, atol=1e-5)
-        assert torch.equal(gathered(store, window), outs[window])
-    assert store.layout.decode_groups(5) is store.layout.decode_groups(5)
-    assert store.layout.prefill_segments(None) is store.layout.prefill_segments(None)
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
     healthy = Store.of(PASSES[MIXED], block_size=3)
@@ -131,9 +120,6 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
         others = torch.ones(len(out), dtype=torch.bool)
         others[own] = False
         assert torch.equal(out[others], expected[others])
-
-
-# ---------------------------------------------------------------------- the choice
 
 
 # ---------------------------------------------------------------------- the paged kernel

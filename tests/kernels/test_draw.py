@@ -110,20 +110,6 @@ def assert_kept(row: Row, uniform: float) -> None:
     assert draw_triton(rows, table).tolist() == draw_reference(rows, table).tolist()
 
 
-def test_rows_do_not_depend_on_others(triton_device: str) -> None:
-    """The rows are part of a wider matrix, beside rows for which no token can be drawn."""
-    rows = [(each, 0.6) for each in FILTERS]
-    scores = rows_of(len(rows), 200).to(triton_device)
-    table = settings_of(rows, 200).to(triton_device)
-    alone = [int(draw_triton(scores[i : i + 1], table[i : i + 1])) for i in range(len(rows))]
-    wide = torch.full((3 * len(rows), 256), math.nan, device=triton_device)
-    wide[::3, :200] = scores
-    wide[2::3] = -math.inf
-    drawn = draw_triton(wide[:, :200], table.repeat_interleave(3, 0))
-    assert drawn.tolist() == [token for each in alone for token in (each, NOT_A_TOKEN, NOT_A_TOKEN)]
-    assert alone == draw_reference(scores, table).tolist()
-
-
 @pytest.mark.parametrize("given", [True, False])
 def test_greedy_rows_take_the_first_of_the_best(triton_device: str, given: bool) -> None:
     scores = rows_of(5, MOST_COLUMNS + 100)

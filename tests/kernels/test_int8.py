@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.gated_act import gated_act_reference
-from kernels.int8 import Quantized, dequantized_rows, linear_int8_reference, quantize
+from kernels.int8 import Quantized, linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from tests.kernels.support import BF16, DTYPES, FP32, draw
 
@@ -44,13 +44,6 @@ def test_no_weight_moves_by_more_than_half_a_step(outputs: int, inputs: int, dty
     assert (error <= scales.double() * (0.5 + 1e-5)).all()
     assert (values.abs().amax(dim=1)[1:] == 127).all()
     assert not values[0].any()
-
-
-def test_rows_are_looked_up() -> None:
-    weight = quantized(20, 6)
-    rows = torch.tensor([3, 0, 3, 19])
-    expected = (weight.values[rows].double() * weight.scales[rows].double()).to(BF16)
-    assert torch.equal(dequantized_rows(rows, *weight, BF16), expected)
 
 
 # ---------------------------------------------------------------------- products
@@ -90,18 +83,6 @@ def test_products_are_those_of_float64(dtype: torch.dtype, outputs: int, inputs:
             torch.testing.assert_close(
                 result.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
             )
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (300, 42)])
-def test_a_row_has_the_same_bits_beside_others(dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    """1 to 300 rows, and each row in several places."""
-    x = draw(300, inputs, dtype=dtype, seed=1)
-    for _, layer in layers_of(dtype, outputs, inputs):
-        together = layer(x)
-        for rows in (*range(1, 36), 63, 64, 65, 128, 256, 299):
-            for first in {0, 17, 300 - rows} if rows <= 64 else {300 - rows}:
-                alone = layer(x[first : first + rows].clone())
-                assert torch.equal(alone, together[first : first + rows]), (first, rows)
 
 
 def test_a_panel_that_a_thread_kept_is_no_other_layers(dtype: torch.dtype) -> None:

@@ -263,19 +263,6 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
 # ---------------------------------------------------------------------- memory
 
 
-@pytest.mark.usefixtures("short_splits")
-def test_a_nan_stays_with_its_sequence(triton_device):
-    case = Case([40, 150, (20, 30)], device=triton_device)
-    before = case.run()
-    last = case.indices.block_table[1, 149 // 16]
-    case.k_store[last, 149 % 16, 0, 3] = math.nan
-    after = case.run()
-    assert after[1, :2].isnan().all()  # the heads that share KV head 0
-    assert torch.equal(after[1, 2:], before[1, 2:])
-    assert torch.equal(after[2:], before[2:])
-    assert torch.equal(after[0], before[0])
-
-
 def test_strides_are_followed(triton_device):
     """q is part of a fused QKV matrix, the store has heads before columns, the table is cut from a wider one."""
     case = Case(MIXED, heads=(4, 2), head_dim=80, device=triton_device)

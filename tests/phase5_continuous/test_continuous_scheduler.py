@@ -72,16 +72,6 @@ def test_a_cancelled_request_leaves_in_the_next_step(state: RequestState, bench:
 # ---------------------------------------------------------------------- with an engine
 
 
-def test_short_requests_overtake_long_ones(variant: Variant) -> None:
-    """Requests that differ in length finish shortest first, in whatever order they arrive."""
-    engine = variant.build(max_seq_len=640)
-    sizes = [(512, 128), (128, 32), (256, 64), (32, 16)]
-    requests = [add(engine, [new % 250] * prompt, greedy(new)) for prompt, new in sizes]
-    outputs = run(engine)
-    assert [output.completion_tokens for output in outputs if output.finished] == [16, 32, 64, 128]
-    assert_answered(outputs, requests)
-
-
 def test_no_request_starves(variant: Variant) -> None:
     engine = variant.build(max_batch_size=4)
     requests = [add(engine, [i], greedy(3 + 5 * (i % 3))) for i in range(12)]

@@ -66,20 +66,6 @@ def test_a_double_free_is_refused() -> None:
     assert sorted(allocator.allocate(4, "b")) == [0, 1, 2, 3], "no block is in the free list twice"
 
 
-def test_owners_and_leaks() -> None:
-    allocator = allocator_of(8)
-    a, b = allocator.allocate(2, "a"), allocator.allocate(3, "b")
-    a += allocator.allocate(1, "a")
-    assert allocator.find_leaked_blocks(["a", "b"]) == {}
-    assert allocator.find_leaked_blocks(["a"]) == {"b": set(b)}
-    assert allocator.find_leaked_blocks(["b", "nobody"]) == {"a": set(a)}
-    assert allocator.find_leaked_blocks([]) == {"a": set(a), "b": set(b)}
-    allocator.free(b)
-    assert allocator.find_leaked_blocks([]) == {"a": set(a)}
-    assert set(allocator.allocate(3, "c")) == set(b)
-    assert allocator.find_leaked_blocks(["a"]) == {"c": set(b)}, "a block's owner is its latest"
-
-
 def test_force_free_takes_what_is_allocated_and_says_how_many() -> None:
     allocator = allocator_of(4)
     allocator.allocate(3, "a")

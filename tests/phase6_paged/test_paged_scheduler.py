@@ -13,12 +13,10 @@ from tests.support.engines import (
     Bench,
     Variant,
     add,
-    assert_all_free,
     assert_answered,
     assert_served,
     continuation,
     greedy,
-    ids,
     run,
     tokens_of,
 )
@@ -142,16 +140,6 @@ def test_the_latest_arrival_is_preempted_and_goes_to_the_front(variant: Variant)
     assert bench.scheduler.preemptions == 1
 
 
-def test_requests_preempted_together_keep_their_order_of_arrival(variant: Variant) -> None:
-    bench = bench_of(variant, 5)
-    oldest, *_ = [bench.hold(1) for _ in range(5)]
-    bench.add(1)
-    oldest.token_ids += [1] * 3
-    bench.make_room()
-    assert (bench.active, bench.waiting) == (["r0", "r1"], ["r2", "r3", "r4", "r5"])
-    assert bench.scheduler.preemptions == 3
-
-
 def test_a_preempted_request_is_not_admitted_in_the_same_step(variant: Variant) -> None:
     """Its memory goes to other requests. If it were admitted in the same step, it would be preempted again."""
     bench = bench_of(variant, 20, block_size=2)
@@ -161,15 +149,6 @@ def test_a_preempted_request_is_not_admitted_in_the_same_step(variant: Variant) 
         bench.step()
         assert bench.scheduler.preemptions == before or set(bench.active) < set(active)
     assert bench.scheduler.preemptions > 0
-
-
-def test_a_cancelled_request_is_not_preempted_for_it_leaves_first(variant: Variant) -> None:
-    bench = bench_of(variant, 4)
-    older, younger = bench.hold(2), bench.hold(2)
-    older.token_ids.append(1)
-    younger.cancel()
-    bench.begin()
-    assert (bench.active, bench.scheduler.preemptions) == (["r0"], 0)
 
 
 # ---------------------------------------------------------------------- with an engine
@@ -206,14 +185,3 @@ def test_a_request_that_can_never_fit_is_refused_at_submit(
     assert caught.value.param == param
     largest = add(engine, [3] * 15, greedy(1))
     assert_answered(run(engine), [largest])
-
-
-def test_a_prompt_that_fits_the_pool_never_waits_forever(variant: Variant) -> None:
-    """A prompt that needs more than 80 % of the pool runs as soon as no other request does."""
-    engine = engine_of(variant, 10)
-    sizes = [(5, 4), (5, 4), (5, 4), (38, 2), (5, 4)]
-    requests = [add(engine, [i] * prompt, greedy(new)) for i, (prompt, new) in enumerate(sizes)]
-    outputs = run(engine)
-    assert_answered(outputs, requests)
-    assert [output.request_id for output in outputs if output.completion_tokens == 1] == ids(requests)
-    assert_all_free(engine)

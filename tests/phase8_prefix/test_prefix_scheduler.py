@@ -74,23 +74,6 @@ def test_requests_that_arrive_together_look_for_hits_again_when_they_begin() -> 
     assert_consistent(pool)
 
 
-def test_a_duplicate_block_is_kept_until_its_sequence_releases_it() -> None:
-    """Two requests compute the same prompt at once. One's blocks enter the tree, the other keeps its own."""
-    engine = engine_of(prefill_token_budget=None)
-    first, second = (add(engine, SYSTEM, greedy(4)) for _ in range(2))
-    outputs = [o for _ in range(3) for o in engine.step()]
-    pool = caching(engine)
-    assert [first.cached_tokens, second.cached_tokens] == [0, 0]
-    assert first.slot is not None
-    assert second.slot is not None
-    assert set(pool.block_table(first.slot)).isdisjoint(pool.block_table(second.slot))
-    assert {node.users for _, node in pool.tree.walk()} == {2}
-    assert_consistent(pool)
-    outputs += run(engine)
-    assert_answered(outputs, [first, second])
-    assert len(pool.allocator._free) == 100 - 6, "the twins are free"
-
-
 # ---------------------------------------------------------------------- salts
 
 
@@ -114,22 +97,6 @@ def active_beside(engine: Engine, prompt: list[int]) -> Request:
     while holder.state is not RequestState.DECODE:
         engine.step()
     return holder
-
-
-def test_hits_on_blocks_in_use_cost_nothing() -> None:
-    """48 new tokens do not fit into 80 % of the free pool. If 24 of them are hits in use, the other 24 do."""
-    engine = engine_of(18)
-    holder = active_beside(engine, SYSTEM)
-    stranger = add(engine, [1] * 48, greedy(1))
-    engine.step()
-    pool = caching(engine)
-    assert (stranger.state, pool.free_token_capacity()) == (RequestState.WAITING, 11 * 4)
-    engine.cancel(stranger.request_id)
-    friend = add(engine, own(1, 24), greedy(1))
-    assert (pool.cost(stranger, 48), pool.cost(friend, 48)) == (48, 24)
-    engine.step()
-    assert (holder.state, friend.cached_tokens) == (RequestState.DECODE, 24)
-    assert friend.state is not RequestState.WAITING
 
 
 def test_a_tree_full_of_pinned_blocks_gives_nothing_away() -> None:

@@ -171,18 +171,6 @@ def test_an_end_that_was_not_foreseen_leaves_a_zombie() -> None:
     assert_all_free(engine)
 
 
-def test_a_zombie_keeps_its_seat_until_its_last_step_is_read() -> None:
-    engine, _ = engine_of(ending_at(2), max_batch_size=1)
-    first = add(engine, PROMPT, greedy(20))
-    second = add(engine, [8, 8, 8, 8, 8, 8], greedy(4))
-    outputs = []
-    while not any(output.finished for output in outputs):
-        outputs += engine.step()
-    assert first.inflight_refs == 1
-    assert second.state is RequestState.WAITING
-    assert_served(engine, [second], outputs)
-
-
 def test_no_row_is_computed_beyond_max_tokens() -> None:
     model = RememberingModel()
     engine, _ = engine_of(model)

@@ -78,14 +78,6 @@ def test_a_lost_device_fails_every_request_and_none_hangs(place: str) -> None:
         engine.step()
 
 
-def test_after_out_of_memory_the_engine_goes_on() -> None:
-    engine, stream = engine_of()
-    stream.faults["submit forward 2"] = torch.OutOfMemoryError("a little too much")
-    requests = [add(engine, [i, 1], greedy(6)) for i in range(3)]
-    assert_answered(run(engine), requests)
-    assert engine.dead is None
-
-
 def test_a_failed_step_is_bisected_and_so_is_the_one_behind_it() -> None:
     """One guilty request of N = 16 costs 2 log2 N passes and a few. Retrying one by one would cost 2 N."""
     passes: list[int] = []
