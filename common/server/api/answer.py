@@ -33,19 +33,12 @@ THOUGHT_TOKENS = 8
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, and the values about this prompt that the answer's choices show.
+    """One prompt of a request, and the values about this prompt that the answer's choices show."""
 
-    Attributes:
-        token_ids: the prompt's token ids; empty if the answer is `text_only`.
-        echo: the text that the prompt's choices begin with; empty unless the request asks for an echo.
-        is_scored: True once the first output of the prompt's first choice has come, with scores or without. Stays
-            False if no scores are asked for.
-        scores: log-probabilities of the prompt's tokens from the second on; None: not asked for, not there yet, or
-            the first choice ended without them.
-    """
-
-    token_ids: Sequence[int] = ()
-    echo: str = ""
+    token_ids: Sequence[int] = ()  # empty if the answer is `text_only`
+    echo: str = ""  # the text that the prompt's choices begin with
+    # Scores are log-probabilities of the prompt's tokens from the second on. If they are asked for, they come with
+    # the first output of the prompt's first choice, unless that choice ends without them.
     is_scored: bool = False
     scores: Sequence[TokenLogprobs] | None = None
     # Made from the scores, once for all choices: the field `prompt_logprobs` as JSON, and an echo's
@@ -56,25 +49,14 @@ class Prompt:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer as it grows.
+    """One choice of an answer as it grows."""
 
-    Attributes:
-        index: the choice's number among all choices of the request. If each prompt has n choices, choice j of
-            prompt i has the number i × n + j.
-        prompt: the prompt that the choice continues, shared with the prompt's other choices.
-        is_prompts_first: whether it is the first choice of its prompt. Only the engine's request for this choice
-            asks for the prompt's scores.
-        latest: the choice's latest output.
-        ended: whether the choice's last event in a stream has been made.
-        reader: cuts the choice's text into parts; None: all of the text belongs to the answer.
-    """
-
-    index: int
-    prompt: Prompt
-    is_prompts_first: bool
+    index: int  # if each prompt has n choices, choice j of prompt i has the number i × n + j
+    prompt: Prompt  # shared with the prompt's other choices
+    is_prompts_first: bool  # only the engine's request for its first choice asks for a prompt's scores
     latest: StepOutput | None = None
-    ended: bool = False
-    reader: PartsReader | None = None
+    ended: bool = False  # the choice's last event in a stream has been made
+    reader: PartsReader | None = None  # None: all of the text belongs to the answer
 
     def parts(self, output: StepOutput) -> list[Part]:
         """Return the text of an output, cut into pieces of answer, thoughts and tool calls (`parts`).
@@ -92,23 +74,8 @@ class Choice:
 
 
 class Answer:
-    """One answer: its choices, and the values that its JSON objects share.
-
-    Args:
-        wanted: the request, which was submitted already.
-        answer_id: the answer's id.
-        streams: the engine's outputs for each choice.
-        tokenizer: the model's tokenizer.
-        dialect: how the model marks thoughts and calls.
-        model: the model's name in answers.
-        fingerprint: stands for the version, the phase, the model's name and its number types together.
-
-    Attributes:
-        created: seconds since 1970.
-        shown: the fields that the client asked for in addition to the text.
-        text_only: whether `shown` asks for nothing.
-        origin: fields that follow `id` and `object` in each chunk, or in the JSON answer, of completions and chat.
-    """
+    """One answer: its choices, the engine's outputs for each choice (`streams`), and values that its JSON objects
+    share."""
 
     def __init__(
         self,
@@ -128,6 +95,7 @@ class Answer:
         self.streams = streams
         self.shown = wanted.shown
         self.text_only = self.shown == Shown()
+        # The fields behind `id` and `object` in each chunk, or in the JSON answer, of completions and chat.
         self.origin: AnswerOrigin = {
             "created": self.created,
             "model": model,
@@ -162,9 +130,8 @@ class Answer:
     def ready(self, arrived: Iterable[tuple[int, StepOutput]]) -> Iterator[tuple[Choice, StepOutput]]:
         """Yield the outputs that can be sent now that these have arrived, each with its choice.
 
-        If only the prompt is wanted, an output's token is removed. A prompt is scored for its first choice only,
-        but its other choices may show the scores, too. So if scores are asked for, outputs of the other choices
-        are held back until the first choice has an output.
+        All choices of a prompt may show its scores, which come with the first output of its first choice. Until
+        then, outputs of the other choices are held back.
         """
         for index, output in arrived:
             choice = self.choices[index]
@@ -182,10 +149,8 @@ class Answer:
                 self._held_back = [each for each in self._held_back if each[0].prompt is not prompt]
 
     def stop_reason(self, choice: Choice) -> AnswerTokens:
-        """Return the field `stop_reason` of a choice that has ended: the stop string or stop token that ended it.
-
-        Returns no field if neither did.
-        """
+        """Return the field `stop_reason` with the stop string or stop token that ended a choice; no field if
+        neither did."""
         last, request = choice.latest, self.streams[choice.index].request
         if last is None or last.finish_reason != "stop":
             return {}
@@ -205,10 +170,8 @@ class Answer:
 
 
 def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
-    """Return token counts: of new tokens, summed over `choices`, and of prompt tokens, summed over `prompts`.
-
-    `prompts` has one choice for each prompt that is counted. Each choice must have an output already.
-    """
+    """Return token counts: of new tokens, summed over `choices`, and of prompt tokens, summed over `prompts`, which
+    has one choice of each prompt. Each choice must have an output already."""
     first, latest = ([each.latest for each in some if each.latest is not None] for some in (prompts, choices))
     assert (len(first), len(latest)) == (len(prompts), len(choices)), "each choice has an output"
     prompt_tokens = sum(output.prompt_tokens for output in first)
@@ -228,8 +191,7 @@ def usage_of(prompts: Sequence[Choice], choices: Sequence[Choice]) -> Usage:
 
 
 def without_token(output: StepOutput) -> StepOutput:
-    """Return an output without its token, as if the length limit were 0 tokens: the engine samples a token even if
-    the request wants only the prompt."""
+    """Return an output without its token: the engine samples one even if the request wants only the prompt."""
     return dataclasses.replace(
         output, token_id=None, text_delta="", finish_reason="length", completion_tokens=0, logprobs=None
     )
@@ -242,18 +204,10 @@ def is_first(output: StepOutput) -> bool:
 
 
 class WireFormat(ABC):
-    """Writes one answer, as the events of a stream or as one JSON object.
+    """Writes one answer, as the events of a stream or as one JSON object."""
 
-    Args:
-        answer: the answer.
-
-    Attributes:
-        last: the bytes that every stream of this format ends with, however its choices ended.
-        ping: the event without a meaning that keeps idle connections open; None: a comment.
-    """
-
-    last: ClassVar[bytes]
-    ping: ClassVar[bytes | None] = None
+    last: ClassVar[bytes]  # every stream of this format ends with these bytes, however its choices ended
+    ping: ClassVar[bytes | None] = None  # an event without a meaning, for idle connections; None: a comment
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -264,14 +218,12 @@ class WireFormat(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, output: StepOutput) -> bytes:
-        """Return the events of one output of a choice. Unless the output has an error, it must be the choice's
-        `latest`."""
+        """Return the events of an output: the `latest` of its choice, unless it has an error."""
 
     def lost(self, choice: Choice, failed: StepOutput) -> bytes:
-        """Return the events that end a choice with the error in `failed`. If this process is lost, the process
-        that passes the stream on sends these events.
+        """Return the events that end a choice with the error in `failed`, without changing the format's state.
 
-        Call this before the stream's first event. The format's state stays as it is.
+        Called before the stream's first event, for the process that passes the stream on: see `StreamEnds`.
         """
         return self.events(choice, failed)
 
@@ -361,11 +313,10 @@ class ItemFormat(WireFormat):
 async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
     """Yield the events of an answer's stream, from its opening to its closing, as outputs arrive.
 
-    Events with many entries about a prompt (see `LARGE_ANSWER`) are made in a thread of `encoding`.
+    Events with many entries about a prompt (see `LARGE_ANSWER`) are made in a thread.
     """
     answer = wire.answer
-    opening = wire.opening()
-    if opening:
+    if opening := wire.opening():
         yield opening
     async for arrived in arriving(answer.streams):
         events = []
@@ -378,14 +329,12 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
             choice.ended = output.finished
         if chunk := b"".join(events):
             yield chunk
-    closing = wire.closing()
-    if closing:
+    if closing := wire.closing():
         yield closing
 
 
 async def collect(wire: WireFormat, encoding: Lane) -> bytes:
-    """Return the encoded JSON answer once every choice has ended. Large answers are encoded in a thread of
-    `encoding`.
+    """Return the encoded JSON answer once every choice has ended. Large answers are encoded in a thread.
 
     Raises:
         ApiError: a choice failed, so the whole answer fails.
@@ -408,10 +357,8 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
 
 
 def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
-    """True if an output's events may be too large to encode on the event loop.
-
-    Only a choice's first output can have such events: they also show the prompt's tokens, if asked for.
-    """
+    """True if an output's events may be too large to encode on the event loop: a choice's first events also show
+    the prompt's tokens, if asked for."""
     first = output.completion_tokens <= 1
     return first and not answer.text_only and _prompt_entries(answer, choice) > LARGE_ANSWER
 
@@ -428,10 +375,7 @@ def _entries_per_token(output: StepOutput) -> int:
 
 
 async def arriving(streams: Sequence[RequestStream]) -> AsyncIterator[list[tuple[int, StepOutput]]]:
-    """Yield the outputs of all streams as they arrive, each with the index of its stream.
-
-    A list has all outputs that have arrived since the previous list: usually those of one step.
-    """
+    """Yield lists of outputs as they arrive, usually those of one step, each with the index of its stream."""
     news = WakeUp()
     for stream in streams:
         stream.news = news

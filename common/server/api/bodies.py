@@ -51,15 +51,10 @@ class Limits:
 
 
 class Bodies:
-    """Reads request bodies, within a time limit and a shared rate.
+    """Reads request bodies: each within `timeout_s` after its head, and the large ones at a shared rate.
 
-    Large bodies share a rate: the event loop copies and scans every byte, and clients that send bodies as fast as
-    they can would take its time. While the rate is used up, the connections of large bodies are not read, and their
-    clients wait.
-
-    Args:
-        timeout_s: most seconds from the end of a request's head to the end of its body.
-        bytes_per_s: the rate at which all large bodies together may come.
+    The event loop copies and scans every byte, and clients that send bodies as fast as they can would take its
+    time. While the rate is used up, the connections of large bodies are not read, and their clients wait.
     """
 
     #: The bytes of a body count towards the rate from the piece on that makes the body larger than this.
@@ -72,8 +67,7 @@ class Bodies:
     def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
         self._timeout_s = timeout_s
         self._bytes_per_s = bytes_per_s
-        # Time by which the bytes read so far would have come at the shared rate, on the loop's clock.
-        self._paid_until_s = 0.0
+        self._paid_until_s = 0.0  # by this time, the bytes so far would have come at the shared rate
         self._waiting = 0  # number of bodies that wait for the rate
         self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
         self._given_up = False
@@ -121,11 +115,7 @@ class Bodies:
         return bytes(body)
 
     async def _pay_for(self, count: int) -> None:
-        """Count `count` more bytes of a large body, and wait until the shared rate allows them.
-
-        Raises:
-            ApiError: 503, too many bodies wait already.
-        """
+        """Wait until the shared rate allows `count` more bytes. Raises ApiError (503) if too many bodies wait."""
         if self._waiting == self.MOST_WAITING:
             raise unavailable(
                 f"{self._waiting} large bodies wait to be read, the most this server allows; try again shortly",
@@ -163,7 +153,6 @@ def too_large(what: str = "the body") -> ApiError:
 
 
 def says_json(request: Request) -> bool:
-    """Return whether a request says that its body is JSON."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return media_type == "application/json"
 
@@ -224,7 +213,7 @@ def parse(
 
     Raises:
         ApiError: 400, the body is not JSON, lacks a field, has a field of a wrong type, or an invalid `prompt`;
-            404, the body names a model that is not served; 422, it is well-formed but cannot be served.
+            404 and 422, as `Body.check`.
     """
     try:
         parsed = form.model_validate_json(body)
@@ -276,8 +265,8 @@ def check_model(model: str | None, limits: Limits) -> None:
 
 
 def _explain(error: ValidationError, body: bytes) -> ApiError:
-    """Return the ApiError for a body's first object of a type that is not implemented, such as an image. If there
-    is none, for its first mistake in syntax or type, or else for its first mistake."""
+    """Return the ApiError for a body's worst mistake: an object of a type that is not implemented, such as an
+    image; else the first mistake in syntax or type; else the first mistake."""
     details = error.errors(include_url=False, include_input=False)
     other = next((each for each in details if _is_other_type(each)), None)
     worst = other or next((each for each in details if _is_syntax(each)), details[0])
@@ -303,8 +292,7 @@ def _explain(error: ValidationError, body: bytes) -> ApiError:
 def _find(detail: ErrorDetails, body: Any) -> tuple[list[str | int], Any]:
     """Return the path in `body` of the value that a mistake is in, and the value.
 
-    pydantic's location also has the tags of unions, which mean nothing to a client: they are no keys of the object
-    that they stand behind.
+    pydantic's location also has the tags of unions, which are no keys of an object and mean nothing to a client.
     """
     path: list[str | int] = []
     value = body
@@ -325,10 +313,8 @@ def _is_other_type(detail: ErrorDetails) -> bool:
 
 
 def _is_syntax(detail: ErrorDetails) -> bool:
-    """Return whether a mistake is in syntax or type, a missing field included (400), rather than in a value (422).
-
-    Mistakes in the field `prompt`, such as an empty prompt or a negative token id, count as mistakes in syntax.
-    """
+    """Return whether a mistake is in syntax or type (400) rather than in a value (422). A missing field counts as
+    syntax, and so does any mistake in `prompt`, such as a negative token id."""
     kind = detail["type"]
     if kind in _SYNTAX_ERRORS or kind.endswith(("_type", "_parsing")):
         return True

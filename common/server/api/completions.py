@@ -188,12 +188,7 @@ OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
 
 
 class Chunks(WireFormat):
-    """Base class of the wire formats whose chunks may have a `usage` (token counts).
-
-    Args:
-        answer: the answer.
-        wanted: the answer's request, whose `stream_options` say which chunks have a usage.
-    """
+    """Base class of the wire formats whose chunks may have a `usage`, as the request's `stream_options` say."""
 
     def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
         super().__init__(answer)
@@ -245,13 +240,8 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
 
 
 def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, object]) -> ErrorEvent:
-    """Return the `data` of the event that ends a choice which failed.
-
-    Args:
-        answer: the choice's answer.
-        output: the choice's last output.
-        empty_choice: the choice without text, which names the failed choice if the answer has several.
-    """
+    """Return the `data` of the event that ends a choice which failed. If the answer has several choices, the
+    choice without text, `empty_choice`, says which one."""
     assert output.error is not None, "an output that finishes has a reason or an error"
     data: ErrorEvent = {"error": from_exception(output.error).body()["error"]}
     if len(answer.choices) > 1:
@@ -277,7 +267,6 @@ def show_prompt(fields: PromptTokens, answer: Answer, prompt: Prompt) -> None:
 
 
 def joined_text(said: Sequence[StepOutput]) -> str:
-    """Return the joined text of a choice's outputs."""
     return "".join(output.text_delta for output in said)
 
 
@@ -361,7 +350,7 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
 
 
 def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
-    """Return OpenAI's JSON answer. `said` has, for each choice in order, the list of all its outputs."""
+    """Return OpenAI's JSON answer. `said` has all outputs of each choice."""
     return {
         "id": answer.id,
         "object": "text_completion",
@@ -401,11 +390,8 @@ def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkCho
 
 
 def shown_tokens(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> ShownTokens:
-    """Return vLLM's fields about tokens, as far as the request asked for them.
-
-    `token_ids` has the tokens of these outputs. If they begin with the choice's first output, there are also
-    `prompt_token_ids` and `prompt_logprobs`.
-    """
+    """Return vLLM's fields about the tokens of these outputs, as far as the request asked for them. The fields
+    about the prompt come with a choice's first output."""
     fields: ShownTokens = {}
     if answer.shown.token_ids:
         fields["token_ids"] = token_ids(said)
@@ -429,10 +415,7 @@ async def create_completion(request: Request, service: Served, wanted: Completio
 
 
 def _asks_for_json(headers: Headers) -> bool:
-    """Return whether `Accept` names JSON and no event stream.
-
-    OpenAI's clients always send `stream` when they stream, and accept JSON when they do not.
-    """
+    """Return whether `Accept` names JSON and no event stream, as OpenAI's clients send it unless they stream."""
     accepted = {part.partition(";")[0].strip().lower() for part in headers.get("accept", "").split(",")}
     return "application/json" in accepted and "text/event-stream" not in accepted
 

@@ -41,8 +41,7 @@ Content = Annotated[
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a text, a list of parts (their texts are joined with nothing
-    between), or None (an empty text)."""
+    """Return the text of a message's content, whose parts are joined with nothing between."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
@@ -87,13 +86,8 @@ class ChatMessage(Fields):
         return message | {field: value for field, value in given.items() if value is not None}
 
     def check(self, name: str) -> None:
-        """Refuse the role `function`, and fields that do not fit the message's role.
-
-        `name` is the path of the message in the body, such as `messages[0]`.
-
-        Raises:
-            ApiError: 422.
-        """
+        """Raise ApiError (422) for the role `function`, and for fields that do not fit the message's role. `name`
+        is the message's path in the body, such as `messages[0]`."""
         if self.role == "function":
             raise refused(f"{name}.role", f"'function' is refused: {OLD_TOOLS}")
         if self.tool_calls and self.role != "assistant":
@@ -160,11 +154,7 @@ class TemplateOptions(Fields):
 
     @cached_property
     def told_functions(self) -> tuple[Function, ...]:
-        """The functions in the field `tools`.
-
-        Raises:
-            ApiError: as `functions_of`.
-        """
+        """The functions in the field `tools`. Raises ApiError as `functions_of`."""
         return functions_of(
             {f"tools[{i}]": tool.function.as_function() for i, tool in enumerate(self.tools or ())}
         )
@@ -210,11 +200,7 @@ class TemplateOptions(Fields):
         return True
 
     def check_messages(self, messages: Sequence[ChatMessage]) -> None:
-        """Refuse messages, tools and template options that are invalid, not implemented, or contradict each other.
-
-        Raises:
-            ApiError: 422.
-        """
+        """Raise ApiError (422) for messages, tools and template options that are invalid or contradictory."""
         refuse_long("messages", messages)
         for number, message in enumerate(messages):
             message.check(f"messages[{number}]")
@@ -302,11 +288,12 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
     def usable_grammar(
         self, dialect: Dialect, check: Callable[[Grammar], None]
     ) -> tuple[str, Grammar] | None:
-        """Return what `grammar_in` returns. But calls need not follow a schema that no grammar can follow, unless a
-        call is required. `check` raises InvalidGrammarError for a grammar that cannot be used, and may block.
+        """Return what `grammar_in` returns, but calls need not follow a schema that no grammar can follow.
+
+        `check` raises InvalidGrammarError for a grammar that cannot be used, and may block.
 
         Raises:
-            InvalidRequestError: as `grammar_in`; InvalidGrammarError: a required call has such a schema.
+            InvalidRequestError: as `grammar_in`; InvalidGrammarError: a call is required and has such a schema.
         """
         use = self.tool_use
 
@@ -365,8 +352,7 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
 
 
 def _schema_of(grammar: Grammar) -> dict[str, Any] | None:
-    """Return a grammar's JSON Schema. None if the grammar is of another kind, or its schema is no JSON object, or
-    it is nested too deeply."""
+    """Return a grammar's JSON Schema; None if it has none, or one that is no object or nested too deeply."""
     try:
         schema = from_json(grammar.text) if grammar.kind == "json_schema" else None
     except ValueError:

@@ -26,15 +26,10 @@ from common.server.errors import ApiError, refused, shorten
 
 
 class Unimplemented(NamedTuple):
-    """A field that is not implemented.
+    """A field that is not implemented."""
 
-    Attributes:
-        reason: why values other than the neutral ones are refused, and what to send instead if there is anything.
-        neutral: values that ask for nothing. Null always asks for nothing, and is not among them.
-    """
-
-    reason: str
-    neutral: tuple[Any, ...] = ()
+    reason: str  # why it is refused, and what to send instead if there is anything
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing, as null always does: they are not refused
 
 
 OLD_TOOLS = "the older form of tools; send tools, tool_choice and tool_calls instead"
@@ -144,15 +139,13 @@ def review(body: Fields, ignored: dict[str, str], *, strict: bool = False, prefi
     """Check the fields of a validated body, and of the objects in it, that are not implemented.
 
     Args:
-        body: the body, or an object in it.
-        ignored: the path of each unknown field's first place in the body (`messages[0].color`), by the path without
-            numbers (`messages[].color`). At most `MOST_NAMES` fields are added.
+        body: the body, or the object in it at the path `prefix`, which ends with a dot.
+        ignored: gets the path of each unknown field's first place in the body (`messages[0].color`), by the path
+            without numbers (`messages[].color`), up to `MOST_NAMES` fields.
         strict: unknown fields are refused instead.
-        prefix: the path of `body` in the whole body, with a dot at its end; empty for the whole body.
 
     Raises:
-        ApiError: 422, a field of `UNIMPLEMENTED` has another than a neutral value, or, if `strict`, a field is
-            unknown.
+        ApiError: 422, a field of `UNIMPLEMENTED` has no neutral value, or, if `strict`, a field is unknown.
     """
     known, hints = _lines_for(type(body))
     extra = body.model_extra or {}
@@ -222,7 +215,6 @@ def by_type(expected: str) -> Discriminator:
     """Return a discriminator that tags a value with the name of its Python type, such as `str` or `list`.
 
     Without it, pydantic would try all types of a union, and report the mistakes in a long list once for each.
-    `expected` names the types that are accepted, for the error's message.
     """
     return Discriminator(
         lambda value: type(value).__name__,
@@ -303,8 +295,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class StructuredOutputs(Fields):
-    """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields `json`,
-    `regex`, `choice` and `grammar` is set."""
+    """vLLM's field `structured_outputs`, the form that an answer must have. One of its fields is set."""
 
     places: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 

@@ -57,15 +57,11 @@ class Lane:
     """Threads for one kind of work, and a bound on the requests whose work runs or waits there.
 
     Args:
-        name: the work, as a participle such as `tokenizing`. The error of a full lane then has the code
-            `tokenizing_busy`.
+        name: the work, as a participle: the error of the full lane `tokenizing` has the code `tokenizing_busy`.
         threads: number of requests that are worked on at the same time.
         limit: most requests whose work may run or wait; None if their number is bounded elsewhere.
-        retry_after_s: `Retry-After` of the error of a full lane, in seconds.
-        niceness: niceness of its threads, as in `nice(1)`; on Linux only.
-
-    Attributes:
-        jobs: number of requests whose work runs or waits. Work that runs on after its client has left counts, too.
+        retry_after_s: `Retry-After` of the error of a full lane.
+        niceness: of the threads, as in `nice(1)`; on Linux only.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class Lane:
             threads, thread_name_prefix=name, initializer=_stand_back, initargs=(niceness,)
         )
         self._lock = threading.Lock()
-        self.jobs = 0
+        self.jobs = 0  # that run or wait, also those whose client has left
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in one of the lane's threads and return its result.

@@ -80,18 +80,14 @@ Part = TextPart | ReasoningPart | CallPart | ArgumentsPart
 class Brackets:
     """Finds where a bracket closes, in text that comes in pieces. Each character is read once.
 
-    Args:
-        depth: number of brackets that are open already.
-        python: the text is Python: strings may have single quotes, and brackets may be round.
-
-    Attributes:
-        depth: number of open brackets after the text so far. Brackets in strings do not count.
-        commas: the indices, in all pieces joined, of the commas directly inside the outermost bracket.
+    Brackets in strings do not count. In Python, strings may have single quotes, and brackets may be round.
     """
 
     def __init__(self, depth: int = 0, *, python: bool = False) -> None:
-        self.depth = depth
-        self.commas: list[int] = []
+        self.depth = depth  # number of open brackets
+        self.commas: list[
+            int
+        ] = []  # directly inside the outermost bracket: their indices in all pieces joined
         self._python = python
         self._quotes, self._openers, self._closers = ("\"'", "{[(", "}])") if python else ('"', "{[", "}]")
         self._read = 0  # characters of earlier pieces
@@ -100,13 +96,9 @@ class Brackets:
 
     def find(self, piece: str, *, to_inner: bool = False) -> int | None:
         """Read the next piece. Return the length of its beginning that ends with the closing bracket; None if that
-        bracket has not come.
+        bracket has not come. With `to_inner`, the beginning also ends before a bracket inside the outermost one.
 
         JSON has no `<` outside of strings, so a JSON object that is not closed ends before a `<`.
-
-        Args:
-            piece: the text.
-            to_inner: end before a bracket that opens inside the outermost one, too.
         """
         for at, character in enumerate(piece):
             if self._escaped:
@@ -142,17 +134,12 @@ class PartsReader:
         thinks: the model may think, so the text may begin with `<think>`.
         thinking: the prompt has opened `<think>` already, so the text begins inside a thought.
         names: names of the tools that may be called; a call of another name stays text.
-
-    Attributes:
-        calls: number of calls so far.
-        in_call: True while a call's arguments are returned in pieces and their end has not come.
-        thinks: True if the argument `thinks` or `thinking` is.
     """
 
     def __init__(self, *, thinks: bool = False, thinking: bool = False, names: Collection[str] = ()) -> None:
         self.thinks = thinks or thinking
-        self.calls = 0
-        self.in_call = False
+        self.calls = 0  # number of calls so far
+        self.in_call = False  # a call's arguments are returned in pieces, and their end has not come
         self._names = frozenset(names)
         self._held = ""  # text that was not read yet
         self._num_added = 0  # characters of all deltas
@@ -267,8 +254,8 @@ class PartsReader:
             yield
 
     def _next(self, *markers: str) -> Reading[str]:
-        """Return the longest of `markers` that the held text begins with, once that is certain; "": it begins with
-        none. The marker stays held."""
+        """Return the longest of `markers` that the held text begins with, once that is certain; "": none. The
+        marker stays held."""
         while not self._final and any(
             marker.startswith(self._held) and marker != self._held for marker in markers
         ):
@@ -278,9 +265,8 @@ class PartsReader:
     def _say_until(self, say: Callable[[str], None], *markers: str) -> Reading[tuple[str, str]]:
         """Take text up to and including the first of `markers`, and pass the text before it to `say` in pieces.
 
-        White space at the end of a piece waits, since it belongs to a marker that may follow. So does an end that
-        may become a marker. Returns the white space before the marker, and the marker. If none comes, all of the
-        text goes to `say`, and both are empty.
+        Text that may become a marker waits, and so does white space, which belongs to a marker that follows it.
+        Returns the white space before the marker, and the marker; both are empty if none comes.
         """
         spaces: list[str] = []
         while True:
@@ -307,7 +293,7 @@ class PartsReader:
     def _bracketed(
         self, brackets: Brackets, take: Callable[[str], None], *, to_inner: bool = False
     ) -> Reading[None]:
-        """Pass text to `take`, in pieces, up to where `brackets` finds its end, or to the end of the text."""
+        """Pass text to `take`, in pieces, up to where `brackets` finds its end."""
         while True:
             end = brackets.find(self._held, to_inner=to_inner)
             if piece := self._take(end):
@@ -362,11 +348,8 @@ class _JsonReader(PartsReader):
             called = marker == opener and (yield from self._calls(space + marker))
 
     def _calls(self, before: str) -> Reading[bool]:
-        """Read calls and the separators between them. Returns whether there was any.
-
-        Args:
-            before: the text in front of the first call, which is answer text if no call follows.
-        """
+        """Read calls and the separators between them. Returns whether there was any: if not, the text `before` them
+        is answer text."""
         earlier = self.calls
         while (yield from self._call(before)):
             before = yield from self._space(_SEPARATORS)
@@ -402,8 +385,7 @@ class _JsonReader(PartsReader):
     def _stream(self, name: str) -> Reading[bool]:
         """Read a call from its arguments on, and return these piece by piece. Returns as `_call`.
 
-        The end of the call's object, perhaps with more members, is left out. If the object is not closed, the text
-        behind the arguments is answer text.
+        The rest of the call's object is left out, unless the object is not closed: then it is answer text.
         """
         self._begin_call(name)
         self.in_call = True
@@ -432,7 +414,7 @@ class _JsonReader(PartsReader):
             self._say(text)
 
     def _call_of(self, value: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return the name and the arguments of a call. None if `value` is not a call of one of the tools."""
+        """Return the name and the arguments of a call; None if `value` is no call of one of the tools."""
         match value:
             case {"name": str(name)} if name in self._names:
                 arguments = value.get("arguments", value.get("parameters"))
@@ -499,11 +481,8 @@ class PythonReader(PartsReader):
         yield from self._text()
 
     def _calls(self, before: str) -> Reading[str]:
-        """Read calls and the end of their list. Returns text that turned out to be no call; "": it was one.
-
-        Args:
-            before: the text in front of the first call.
-        """
+        """Read calls, with `before` in front of them, and the end of their list. Returns text that turned out to be
+        no call."""
         text = before
         while True:
             text += yield from self._space()
@@ -532,13 +511,8 @@ class PythonReader(PartsReader):
 
 
 def _named_values(text: str, commas: list[int]) -> dict[str, Any] | None:
-    """Return the values of the arguments `name=value` and `**{"name": value}` in `text` by name.
-
-    Returns None if an argument has another form, or a value for which `_value` raises an error.
-
-    Args:
-        text: the arguments.
-        commas: the indices of the commas between them.
+    """Return the values of the arguments `name=value` and `**{"name": value}` by name. `commas` are the indices of
+    the commas between them. None: an argument has another form, or no value.
     """
     values: dict[str, Any] = {}
     for begin, end in itertools.pairwise([-1, *commas, len(text)]):
@@ -593,14 +567,11 @@ def _value(text: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not JSON."""
     return _finite(from_json(text, allow_inf_nan=False))
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with the largest float in place of numbers that no float can hold.
-
-    `1e999` is valid in JSON and in Python. It is read as infinity, which JSON cannot express.
+    """Return a value with the largest float in place of infinity, as which `1e999` is read: JSON cannot express it.
 
     Raises:
         ValueError: the value has an integer with more digits than Python writes.
@@ -632,10 +603,7 @@ def new_reader(
 ) -> PartsReader | None:
     """Return a reader of one choice's text, or None if all of the text is the answer.
 
-    Args:
-        dialect: how the model marks thoughts and calls.
-        names: names of the tools that may be called; empty: calls are not looked for.
-        thinking: the prompt ends within a thought (`common.text.dialect.opens_thought`).
+    `names` are those of the tools that may be called. `thinking`: the prompt ends within a thought.
     """
     if names and dialect.calls is not None:
         reader = _READERS[dialect.calls]

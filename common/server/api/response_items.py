@@ -157,8 +157,7 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
-    """Return the messages that items stand for. Reasoning, an answer and calls, in this order, become one message;
-    reasoning without text becomes none."""
+    """Return the messages that items stand for. Reasoning without text becomes none."""
     messages: list[ChatMessage] = []
     thoughts: dict[int, list[str]] = {}  # by the place of the message in `messages`
     for item in items:
@@ -189,12 +188,8 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
 
 
 def check_items(items: Sequence[Any], earlier: Sequence[Any]) -> None:
-    """Refuse outputs without a call of the same `call_id` before them: in `items`, or in the `earlier` items of
-    stored responses.
-
-    Raises:
-        ApiError: 422.
-    """
+    """Raise ApiError (422) for an output without a call of the same `call_id` in an item before it, or in the
+    `earlier` items of stored responses."""
     calls = {item.call_id for item in earlier if isinstance(item, FunctionCall)}
     for number, item in enumerate(items):
         if isinstance(item, FunctionCall):
@@ -212,17 +207,11 @@ MAX_STORED_BYTES = 64 * 2**20
 
 
 class Stored(NamedTuple):
-    """A stored response.
+    """A stored response."""
 
-    Attributes:
-        owner: the digest of the API key that the response belongs to.
-        input: the JSON list of all items of its conversation, those of earlier responses included.
-        response: the JSON of the response.
-    """
-
-    owner: bytes
-    input: bytes
-    response: bytes
+    owner: bytes  # digest of the API key that the response belongs to
+    input: bytes  # JSON list of all items of its conversation, those of earlier responses included
+    response: bytes  # as JSON
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -248,12 +237,7 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps the most recently used responses. Threads may share it.
-
-    Args:
-        limit: most responses; 0: none is stored.
-        max_bytes: most bytes of all of them together.
-    """
+    """Keeps the most recently used responses: `limit` at most, of `max_bytes` together. Threads may share it."""
 
     def __init__(self, limit: int, max_bytes: int = MAX_STORED_BYTES) -> None:
         self.limit = limit
@@ -295,11 +279,8 @@ class ResponseStore:
             self._num_bytes -= 0 if removed is None else removed.num_bytes
 
     def conversation(self, owner: bytes, response_id: str) -> bytes:
-        """Return the JSON list of the items of a response's conversation, its output included.
-
-        Raises:
-            ApiError: 404, this owner has no such response.
-        """
+        """Return the JSON list of a conversation's items, the response's output included. Raises ApiError (404) if
+        this owner has no such response."""
         stored = self.find(owner, response_id)
         if stored is None:
             name = "previous_response_id"

@@ -117,8 +117,8 @@ class FunctionTool(FunctionFields):
 
     def as_given(self) -> dict[str, Any]:
         """Return the tool as a response repeats it."""
-        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", **given, "strict": self.strict is not False}
+        given = self.model_dump(include={"type", "name", "description", "parameters"})
+        return given | {"strict": self.strict is not False}
 
 
 class Namespace(Fields):
@@ -400,12 +400,7 @@ class ResponsesRequest(ConversationRequest):
         return [flat for flat, called in self._called.items() if called["name"] == name] or [name]
 
     def settings(self, temperature: float, top_p: float) -> dict[str, Any]:
-        """Return the fields of the request that a response repeats.
-
-        Args:
-            temperature: the temperature in effect.
-            top_p: the `top_p` in effect.
-        """
+        """Return the fields that a response repeats, with the `temperature` and `top_p` in effect."""
         reasoning = self.reasoning or ReasoningOptions()
         choice: Any = self.tool_choice or "auto"
         tools: Any = self.tools or ()
@@ -623,12 +618,7 @@ GROWS_BY = {
 
 
 class ResponseEvents(ItemFormat):
-    """Writes one response, as a stream of OpenAI's named events or as one JSON object.
-
-    Args:
-        answer: the answer, which has one choice.
-        wanted: the answer's request, whose settings the response repeats.
-    """
+    """The wire format of `/v1/responses`: a stream of OpenAI's named events, or one JSON object."""
 
     def __init__(self, answer: Answer, wanted: ResponsesRequest) -> None:
         super().__init__(answer)

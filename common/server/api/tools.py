@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=256)
 def log_once(message: str) -> None:
-    """Log a warning, unless it is one of the last warnings of this function: an agent sends its tools again and
-    again."""
+    """Log a warning, unless it was logged lately: an agent sends its tools again and again."""
     logger.warning("%s", message)
 
 
@@ -143,11 +142,10 @@ def by_kind(*known: str, default: str | None = None) -> Discriminator:
 
 
 def functions_of(tools: Mapping[str, Function]) -> tuple[Function, ...]:
-    """Return the functions that the field `tools` describes. `tools` has them by their paths in the body.
+    """Check functions, given by their paths in the body.
 
     Raises:
-        ApiError: 422, two functions have the same name, or a schema's type is not object,
-            or a schema has an integer that is too long.
+        ApiError: 422, two have the same name, a schema's type is not object, or it has an integer that is too long.
     """
     functions: dict[str, Function] = {}
     for name, function in tools.items():
@@ -170,9 +168,7 @@ def tool_use_of(
     names: Sequence[str] | None = None,
     parallel: bool = True,
 ) -> ToolUse | None:
-    """Return the functions that the prompt describes, and those among them that may be called, as a `ToolUse`.
-
-    Returns None if no function may be called.
+    """Return the functions that the prompt describes, and those among them that may be called; None: none may be.
 
     Args:
         functions: all functions of the body.
@@ -181,8 +177,7 @@ def tool_use_of(
         parallel: several calls in one answer are allowed.
 
     Raises:
-        ApiError: 422, one of the names is not that of a function, or a call is required and no function may be
-            called.
+        ApiError: 422, a name is not that of a function, or a call is required and no function may be called.
     """
     for name in names or ():
         if all(name != function.name for function in functions):

@@ -46,23 +46,15 @@ BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The fields that the client asked for in addition to the answer's text (echo, log-probabilities of the prompt,
-    token ids).
+    """What an answer shows beside its text. Numbers are of the likeliest tokens; None: no log-probabilities."""
 
-    Attributes:
-        echo: the answer's text begins with the prompt (in a chat, with the last message if it is an assistant's).
-        logprobs: number of most likely tokens that are shown with an echoed token; None: no log-probabilities.
-        prompt_logprobs: number of most likely tokens that the field `prompt_logprobs` shows for each prompt token;
-            None: the answer lacks that field.
-        token_ids: the token ids of prompt and answer are shown.
-        prompt_only: the answer shows the prompt only, and no generated tokens.
-    """
-
-    echo: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    token_ids: bool = False
-    prompt_only: bool = False
+    echo: bool = (
+        False  # the text begins with the prompt (in a chat, with the last message if it is an assistant's)
+    )
+    logprobs: int | None = None  # with each token of an echo
+    prompt_logprobs: int | None = None  # with each token of the prompt, in a field of its own
+    token_ids: bool = False  # of prompt and answer
+    prompt_only: bool = False  # no generated tokens
 
     @property
     def scores_prompts(self) -> bool:
@@ -177,10 +169,10 @@ class GenerationRequest(Body):
         raise NotImplementedError
 
     def prompts(self, dialect: Dialect) -> Sequence[str] | Sequence[Sequence[int]]:
-        """Return the prompts to continue, as texts or lists of token ids. `dialect` has the model's chat template.
+        """Return the prompts to continue, as texts or lists of token ids.
 
         Raises:
-            InvalidRequestError: a conversation cannot be rendered (see `TemplateOptions.render`).
+            InvalidRequestError: the dialect's chat template cannot render a conversation.
         """
         raise NotImplementedError
 
@@ -201,8 +193,6 @@ class GenerationRequest(Body):
 
     @property
     def shown(self) -> Shown:
-        """The fields that the client asked for in addition to the answer's text (echo, log-probabilities of the
-        prompt, token ids)."""
         return Shown(
             echo=bool(self.echo),
             prompt_logprobs=self.prompt_logprobs,
@@ -210,10 +200,7 @@ class GenerationRequest(Body):
         )
 
     def echo_of(self, number: int) -> str | None:
-        """Return the text to echo for prompt `number`. None: the caller decodes the prompt's tokens instead.
-
-        Called only if `echo` is set.
-        """
+        """Return the text to echo for prompt `number`. None: the caller decodes the prompt's tokens instead."""
         raise NotImplementedError
 
     @property
@@ -245,9 +232,7 @@ class GenerationRequest(Body):
     def truncated(self, token_ids: Sequence[int], max_request_tokens: int) -> Sequence[int]:
         """Return a prompt's token ids, cut as `kept_prompt_tokens` and `truncation_side` say.
 
-        Args:
-            token_ids: the prompt's token ids.
-            max_request_tokens: the engine's bound on a request's tokens, prompt and new ones together.
+        `max_request_tokens` is the engine's bound on prompt and new tokens together.
         """
         count = self.kept_prompt_tokens
         if count is None:
@@ -260,8 +245,7 @@ class GenerationRequest(Body):
 
     @property
     def kept_prompt_tokens(self) -> int | None:
-        """The number of tokens that a prompt with more tokens is cut to; -1: as many as fit before the new tokens;
-        None: no prompt is cut."""
+        """A longer prompt is cut to so many tokens; -1: to as many as fit before the new ones; None: it is not."""
         return self.truncate_prompt_tokens
 
     @property
@@ -284,8 +268,8 @@ class GenerationRequest(Body):
     def sampling_params(self, choice: int, max_new_tokens: int, defaults: SamplingParams) -> SamplingParams:
         """Return the engine's sampling parameters for the choice with index `choice` of each prompt.
 
-        The grammar and the values of fields that are null come from `defaults`, and so does `skip_special_tokens`
-        unless the request says false: the server may need special tokens to find thoughts and calls.
+        The grammar and the values of fields that are null come from `defaults`. So does `skip_special_tokens`
+        unless it is false: the server may need special tokens to find thoughts and calls.
         """
         given = {
             "temperature": self.temperature,
@@ -336,11 +320,7 @@ class GenerationRequest(Body):
             )
 
     def _check_fields(self) -> None:
-        """Refuse values that a field's type cannot rule out.
-
-        Raises:
-            ApiError: 422.
-        """
+        """Raise ApiError (422) for values that a field's type cannot rule out."""
         if self.truncate_prompt_tokens == 0:
             raise refused("truncate_prompt_tokens", "0 leaves nothing of a prompt; send at least 1, or -1")
         for token_id, bias in (self.logit_bias or {}).items():

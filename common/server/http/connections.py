@@ -50,23 +50,18 @@ LINGER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds on the number of connections, and on the time that each may take.
+    """Bounds on the number of connections at a time, and on the time that each may take.
 
-    Attributes:
-        connections: number of connections at a time.
-        per_address: connections at a time of one address; by default half of `connections`. Loopback and Unix
-            sockets have no bound of their own, since all clients of a proxy on this machine have the same address.
-        keep_alive_s: time that a connection may stay open without a request.
-        receive_s: time for the head of a request to come, from its first byte on.
-        send_s: time in which a client must take `MUST_TAKE_BYTES` of an answer, once over 64 KiB wait for it and
-            until 16 KiB are left.
+    Loopback and Unix sockets have no bound `per_address`: all clients of a proxy on this machine have one address.
     """
 
     connections: int = 1024
-    per_address: int | None = None
-    keep_alive_s: float = 60.0
-    receive_s: float = 30.0
-    send_s: float = 60.0
+    per_address: int | None = None  # None: half of `connections`
+    keep_alive_s: float = 60.0  # that a connection may stay open without a request
+    receive_s: float = 30.0  # for the head of a request, from its first byte on
+    send_s: float = (
+        60.0  # to take `MUST_TAKE_BYTES` of an answer, from 64 KiB unsent bytes on until 16 KiB are left
+    )
 
     @property
     def of_one_address(self) -> int:
@@ -78,12 +73,8 @@ class Config(uvicorn.Config):
 
     Args:
         limits: bounds of connections.
-        answers: the number of answers by status and error code, by default a new counter. Requests that connections
-            refuse without the app are added to it.
+        answers: counts answers by status and error code, also those that connections give without the app.
         path_prefix: prefix that a proxy puts before every path.
-
-    Attributes:
-        addresses: number of connections of each address.
     """
 
     def __init__(
@@ -100,18 +91,14 @@ class Config(uvicorn.Config):
         self.limits = limits
         self.answers = Counter() if answers is None else answers
         self.path_prefix = path_prefix
-        self.addresses: Counter[str] = Counter()
+        self.addresses: Counter[str] = Counter()  # number of connections of each address
         self._last_warning_s = -WARN_EVERY_S
 
     def excess(self, connections: int, address: str | None) -> int:
-        """Return by how many connections a bound is exceeded: the bound on all, or the bound on one address.
+        """Return by how many of the open connections the bound on all, or that on one address, is exceeded.
 
-        If both are exceeded, the larger excess is returned. 0 or less: neither is exceeded. Logs a warning if one
-        is, at most one in `WARN_EVERY_S` seconds: a client may open thousands of connections.
-
-        Args:
-            connections: number of open connections.
-            address: the address whose bound is checked; None: it has none.
+        The larger excess is returned; 0 or less: there is none. Logs a warning if there is, at most one in
+        `WARN_EVERY_S` seconds: a client may open thousands of connections.
         """
         limits = self.limits
         excess = connections - limits.connections
@@ -206,10 +193,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Start the timer for the rest of a request, or for the next request if none has begun to come.
-
-        Stops the first timer once the whole request has come, or the connection is closing.
-        """
+        """Run a timer while a request comes, and another while none has begun to come."""
         state, is_closing = self.conn.their_state, self.transport.is_closing()
         begun = state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0])
         if is_closing or not begun:
@@ -301,10 +285,7 @@ class Connection(H11Protocol):
 
     def _on_unread(self, unsent: int) -> None:
         """Close the connection if the client took too little of its answer within `send_s`, or else watch on.
-
-        Args:
-            unsent: number of unsent bytes when this time began.
-        """
+        `unsent` is the number of unsent bytes when this time began."""
         if unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES:
             self._watch_sending()
         else:

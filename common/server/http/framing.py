@@ -26,30 +26,19 @@ MOST_DROPPED_BYTES = 16 * 2**20
 
 
 class BoundedParser(h11.Connection):
-    """h11's HTTP parser for a server's connection, with bounds on a request's head and body.
-
-    Args:
-        max_head_bytes: bytes of a request's first line and headers at the most.
-
-    Attributes:
-        refusal: the error for a head that is too large, or for a body that came in too many pieces; else None.
-    """
+    """h11's HTTP parser for a server's connection, with bounds on a request's head and body."""
 
     def __init__(self, max_head_bytes: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
         self._max_head_bytes = max_head_bytes
-        self.refusal: ApiError | None = None
+        self.refusal: ApiError | None = None  # for a head that is too large, or a body in too many pieces
         self._pieces = 0
         self._body_bytes = 0
         self._is_chunked = False  # whether the answer is sent in HTTP chunks
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Parse and return the next event.
-
-        Raises:
-            h11.RemoteProtocolError: the bytes are no HTTP, the head or the body is too large, or the body has too
-                many pieces.
-        """
+        """Parse and return the next event. Raises h11.RemoteProtocolError for bytes that are no HTTP or exceed a
+        bound."""
         in_head = self.their_state is h11.IDLE
         try:
             event = super().next_event()
@@ -84,11 +73,8 @@ class BoundedParser(h11.Connection):
         return h11.RemoteProtocolError(message)
 
     def send(self, event: Any) -> Any:
-        """Return the bytes of an event of the answer.
-
-        A stream's bytes, which change no state of the parser, are framed here, without h11's dozen function calls
-        for each token.
-        """
+        """Return the bytes of an event of the answer. A stream's bytes, which change no state of the parser, are
+        framed here, without h11's dozen function calls for each token."""
         if type(event) is h11.Data and self._is_chunked and event.data and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         sent = super().send(event)

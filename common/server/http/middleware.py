@@ -67,13 +67,8 @@ class Middleware(ABC):
 
 
 class CountAnswers(Middleware):
-    """Counts the answers by status and error code.
-
-    The app puts the code of an error into the request's state, as `error_code`.
-
-    Args:
-        counts: the number of answers by status and code; the code of an answer without an error is "".
-    """
+    """Counts the answers by status and error code, which the app puts into the request's state. The code of an
+    answer without an error is empty."""
 
     def __init__(self, app: ASGIApp, counts: Counter[tuple[int, str]]) -> None:
         super().__init__(app)
@@ -91,7 +86,7 @@ class CountAnswers(Middleware):
 
 
 class RootPath(Middleware):
-    """Strips a proxy's prefix from paths, unless the proxy has stripped it already."""
+    """Strips a proxy's prefix from paths (`without_root`)."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         super().__init__(app)
@@ -122,9 +117,8 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
 class RequestIds(Middleware):
     """Gives every answer the `x-request-id` of its request, or a generated one, and names ignored fields.
 
-    Sets `request_id` in the request's state, and `named`: whether the client chose the id. If a front of a cluster
-    generated the id, it has set `named` already. A route puts the text of `x-infer-ignored` into the state, as
-    `ignored`.
+    Sets `request_id` in the request's state, and `named`: whether the client chose the id, unless the front of a
+    cluster has said so already. A route puts the text of `x-infer-ignored` into the state, as `ignored`.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,8 +150,7 @@ class RequestIds(Middleware):
 
 
 class Guard(Middleware):
-    """Base class of middleware that may refuse a request: a subclass's `refusal` decides. Paths in `OPEN_PATHS` are
-    never refused."""
+    """Base class of middleware that may refuse a request, except for paths in `OPEN_PATHS`."""
 
     @abstractmethod
     def refusal(self, scope: Scope) -> ApiError | None:
@@ -205,14 +198,8 @@ def _digest(key: bytes) -> bytes:
 
 
 class OwnPages(Guard):
-    """Refuses requests whose `Host` is not allowed, and requests from pages of other sites.
-
-    Paths in `OPEN_PATHS` are exempt, and a user may follow a link on another site to this server.
-
-    Args:
-        hosts: the names that are allowed.
-        origins: sites whose pages may use the server; `*` stands for all.
-    """
+    """Refuses requests whose `Host` is not allowed, and requests from pages of sites that are not in `origins`. A
+    user may follow a link on another site to this server."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, origins: Sequence[str]) -> None:
         super().__init__(app)
@@ -251,14 +238,10 @@ class OwnPages(Guard):
 class AllowedHosts:
     """The names that the server answers to.
 
-    They are IP addresses, `localhost`, the machine's own name, the name the server listens on, names that end as
-    no name of the internet does (`LOCAL_ENDINGS`), and the names given with `--allowed-host`. If that option is
+    They are IP addresses, `localhost`, the machine's own name, the name the server listens on (`host`), names that
+    end as no name of the internet does, and the names given with `--allowed-host` (`others`). If that option is
     missing, a server that other machines reach answers to all names, because its users call it by names that it
     cannot know. Ollama does the same.
-
-    Args:
-        host: the name or address the server listens on.
-        others: further names; `*` stands for all.
     """
 
     LOCAL_ENDINGS = (".localhost", ".local", ".internal")
@@ -312,8 +295,8 @@ class AnswerErrors(Middleware):
     """Answers 500 to an exception that no handler takes, and logs it.
 
     Starlette's own middleware for this is outside all others, so its answers lack id and CORS headers. It also
-    raises the exception again. Then uvicorn closes the connection behind a complete answer, and a client that sends
-    its next request at that moment loses it.
+    raises the exception again, and uvicorn closes the connection: a client that sends its next request at that
+    moment loses it.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

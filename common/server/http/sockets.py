@@ -44,11 +44,7 @@ def listen(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a Unix socket bound to a file. A socket's file that a killed server has left is replaced.
-
-    Raises:
-        StartupError: a server listens there, or the file cannot be made.
-    """
+    """Return a Unix socket bound to a file. Replaces the file of a killed server's socket. Raises StartupError."""
     if _is_served(path):
         raise StartupError(f"--uds {path}: another server listens there: stop it or name another file")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -72,11 +68,7 @@ def _is_served(path: Path) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to a port and not listening yet: clients are refused until the server is ready.
-
-    Raises:
-        StartupError: the port is in use, or the address cannot be used.
-    """
+    """Return a socket bound to a port and not listening yet. Raises StartupError if it cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -106,11 +98,8 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def find_lost_peers(listener: socket.socket, within_s: float) -> None:
-    """Make the kernel end connections whose peer is gone.
-
-    On Linux, it also ends connections whose peer takes nothing for `within_s` seconds. Sets options of the
-    listening socket, which its connections inherit.
-    """
+    """Make the kernel end connections whose peer is gone and, on Linux, whose peer takes nothing for `within_s`
+    seconds. Sets options of the listening socket, which its connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         ask_s = max(1, int(within_s / 4))
@@ -123,9 +112,7 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 def allow_open_files(connections: int) -> int:
     """Raise the process's limit of open files, if necessary, so that `connections` clients can be connected.
 
-    Returns `connections`. If the limit cannot be raised high enough, raises it as high as possible, logs a warning
-    and returns the number of connections that it allows, at least 1. On Windows, the limit stays as it is, and
-    `connections` is returned.
+    Returns `connections`, or the number that the limit allows if it cannot be raised high enough.
     """
     if sys.platform == "win32":
         return connections
