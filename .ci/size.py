@@ -55,7 +55,7 @@ def crossed(package: str) -> tuple[int, int]:
     engine = phase.build_engine(phase.Config(model="zoo:llama-tiny", max_seq_len=128, max_batch_size=4))
     params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
     for _ in range(4):
-        engine.add_request(engine.create_request("Once upon a time", params))
+        engine.add_request(engine.maker.create("Once upon a time", params))
     for _ in range(10):
         engine.step()
     called: set[tuple[str, str]] = set()

@@ -16,7 +16,7 @@ from ray.serve import metrics
 
 from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
 from cluster.policy import Load
-from common.hosting.async_engine import EngineWorker
+from common.hosting.async_engine import AsyncEngine
 from common.hosting.process import EngineProcess
 from common.server.app import create_app
 from common.server.errors import error_response, from_exception
@@ -55,19 +55,18 @@ class Replica:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         package = find_phase(phase)
         engine_config = package.Config(**config)
-        self._worker = EngineWorker(
+        self._engine = AsyncEngine(
             EngineProcess(
                 functools.partial(package.build_engine, engine_config),
                 functools.partial(configure_logging, server_options.log_level, server_options.log_format),
             )
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        engine = await asyncio.to_thread(self._worker.build)
+        await asyncio.to_thread(self._engine.build)
         names = server_options.served_model_name
         name = serve.get_replica_context().replica_id.unique_id
         self._app = create_app(
-            engine,
-            worker=self._worker,
+            self._engine,
             model_name=names[0] if names else None,
             other_names=names[1:],
             step_timeout_s=server_options.step_timeout,
@@ -101,8 +100,8 @@ class Replica:
         try:
             async for ready in answer:
                 streams = streams or any(isinstance(part, Head) and part.ends for part in ready)
-                if streams and not begun and self._worker.dead is not None:
-                    error = from_exception(self._worker.dead)
+                if streams and not begun and self._engine.dead is not None:
+                    error = from_exception(self._engine.dead)
                     refusal = error_response(request.path, error, None)
                     yield [Head(refusal.status_code, ()), bytes(refusal.body)]
                     return
@@ -124,18 +123,18 @@ class Replica:
             ApiError, EngineDeadError, RuntimeError: nothing will be computed here any more.
         """
         self._service.require_health()
-        if not self._worker.running:
+        if not self._engine.process.running:
             raise RuntimeError("the engine's process has ended")
 
     def load(self) -> Load:
         engine = self._service.engine
-        latest = self._worker.latest_step
+        latest = self._engine.latest_step
         return Load(
-            seats=engine.config.max_batch_size,
+            seats=engine.facts.config.max_batch_size,
             active=latest.active,
-            waiting=self._worker.num_waiting(),
-            queue_room=self._worker.queue_room(),
-            kv_use=latest.kv_reserved_tokens / engine.config.kv_tokens(),
+            waiting=self._engine.num_waiting(),
+            queue_room=self._engine.queue_room(),
+            kv_use=latest.kv_reserved_tokens / engine.facts.config.kv_tokens(),
         )
 
     def record_routing_stats(self) -> dict[str, Any]:

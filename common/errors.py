@@ -37,6 +37,14 @@ class NoTokenLeftError(RuntimeError):
 class QueueFullError(RuntimeError):
     """The queue of waiting requests has no room for the new requests. Try again later."""
 
+    @classmethod
+    def of(cls, limit: int, count: int) -> QueueFullError:
+        """Return the error that refuses `count` requests: a queue for at most `limit` has no room for them."""
+        return cls(
+            f"the queue, which holds {limit} requests (the server's option --max-waiting-requests), has no room "
+            f"for {count} more; try again shortly"
+        )
+
 
 class RequestTimeoutError(RuntimeError):
     """The request was not finished within `request_timeout`."""

@@ -104,8 +104,8 @@ class LLM:
             progress: draw a progress bar if stdout is a terminal.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served (see `create_request`): for example,
-                the prompt is empty or too long. Nothing has run.
+            InvalidRequestError: a prompt or its parameters cannot be served (see `RequestMaker.create`). For
+                example, the prompt is empty or too long. Nothing has run.
             ValueError: the numbers of params and of prompts differ.
             RuntimeError: the engine is paused, or has ended (`EngineDeadError`).
         """
@@ -120,7 +120,7 @@ class LLM:
         completions = [
             Completion(prompt, logprobs=None if each.logprobs is None else []) for prompt, each in pairs
         ]
-        requests = [self.engine.create_request(prompt, each) for prompt, each in pairs]
+        requests = [self.engine.maker.create(prompt, each) for prompt, each in pairs]
         with self._turn:
             self._clear()  # a second Ctrl-C may have interrupted the last call's `_clear` below
             try:
@@ -133,7 +133,7 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """The sampling parameters of calls without `params`: from the model's `generation_config.json`, unless the
         option `generation_config` is `none`."""
-        return self.engine.default_params
+        return self.engine.maker.facts.default_params
 
     def chat(
         self,
@@ -160,7 +160,7 @@ class LLM:
                 template refuses a conversation, or as `generate`. Nothing has run.
             ValueError, RuntimeError: as `generate`.
         """
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.engine.maker.tokenizer
         if tokenizer.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template, so nothing says how it reads a conversation; "
@@ -176,7 +176,7 @@ class LLM:
             for conversation in _conversations(messages)
         ]
         prompts = [
-            self.engine.tokenize(text, add_special_tokens=False) for text in texts
+            self.engine.maker.tokenize(text, add_special_tokens=False) for text in texts
         ]  # the template has written them
         completions = self.generate(prompts, params, progress=progress)
         for completion, text in zip(completions, texts, strict=True):

@@ -456,7 +456,7 @@ class TokenLogprobs:
     rank: int | None = None  # 1 for the most likely token; for prompt tokens only
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """One output of an engine step for one request: a new token with its text, or an end without a token.
 

@@ -44,8 +44,10 @@ class NoModel:
     config: ModelConfig
     max_positions: int
     dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     is_packed: bool = False
+    batch_invariant: bool = False
 
 
 @functools.cache

@@ -142,7 +142,7 @@ class _Simulation:
         self._next: Arrival | None = None  # the next arrival without `after`, read and not yet scheduled
         self._observer = observer
         self._route = route
-        self._limit = min(server.engine.max_request_tokens for server in servers)
+        self._limit = min(server.engine.maker.facts.max_request_tokens for server in servers)
         configs = [server.engine.config for server in servers]
         # While all seats and queues are full, an arrival becomes a request only when another request ends.
         self._most_live = sum(config.max_batch_size + config.max_waiting_requests for config in configs)

@@ -54,7 +54,7 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
         if draw.random() < 0.5:
             params: SamplingParams = greedy(draw.randint(1, 20))
             prompt = [draw.randrange(250)] * draw.randint(1, 40)
-            engine.add_request(engine.create_request(prompt, params))
+            engine.add_request(engine.maker.create(prompt, params))
         if draw.random() < 0.05:
             engine.cancel(f"request-{draw.randrange(60)}")
         told.append(engine.step())

@@ -22,7 +22,7 @@ llm = LLM("zoo:llama-tiny", phase=9, max_batch_size=4)
 answers: list[Completion] = llm.generate(["Once upon a time"], SamplingParams(max_new_tokens=8))
 text: str = answers[0].text
 engine = build_engine(Config(model="zoo:llama-tiny", max_batch_size=4))
-request = engine.create_request("Once upon a time", SamplingParams(temperature=0.0))
+request = engine.maker.create("Once upon a time", SamplingParams(temperature=0.0))
 engine.add_request(request)
 """
 

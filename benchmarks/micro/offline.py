@@ -103,4 +103,4 @@ def throughput(
 
 def _request(engine: Engine, prompt: list[int], new_tokens: int) -> Request:
     params = SamplingParams(temperature=TEMPERATURE, max_new_tokens=new_tokens, ignore_eos=True)
-    return engine.create_request(prompt, params)
+    return engine.maker.create(prompt, params)

@@ -40,7 +40,7 @@ def build_engine(phase: str, **options: Any) -> Engine:
 def add(engine: Engine, prompt: Sequence[int], new_tokens: int) -> None:
     """Add a greedy request that generates exactly `new_tokens` tokens. The engine must take it."""
     greedy = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-    assert engine.add_request(engine.create_request(list(prompt), greedy))
+    assert engine.add_request(engine.maker.create(list(prompt), greedy))
 
 
 class Loaded(NamedTuple):
@@ -53,7 +53,7 @@ class Loaded(NamedTuple):
     def of(cls, name: str, dtype: str, positions: int) -> Loaded:
         """Load a model as a server loads it, for sequences of up to `positions` tokens."""
         engine = build_engine("4", model=name, dtype=dtype, max_seq_len=positions, max_batch_size=1)
-        return cls(engine.runner.model, engine.tokenizer)
+        return cls(engine.runner.model, engine.maker.tokenizer)
 
     def engine(self, phase: str, **options: Any) -> Engine:
         """Build the engine of a phase. Options that the phase lacks are left out."""

@@ -126,7 +126,7 @@ def start(phase: int, model: str, clients: int) -> None:
 def run(workload: str, clients: int, requests: int) -> Found:
     """Serve `requests` requests of a workload twice, `clients` at a time. Returns the second round's result."""
     draw, wanted = random.Random(SEED), WORKLOADS[workload]
-    template = _engine.tokenizer.chat_template
+    template = _engine.maker.tokenizer.chat_template
     assert template is not None, "a model that chats"
     prompts = [
         template.render([{"role": "user", "content": message}]) for message in wanted.messages(draw, requests)
@@ -135,8 +135,8 @@ def run(workload: str, clients: int, requests: int) -> Found:
         before, passes = _engine.telemetry.counters, _engine.telemetry.counters.passes
         drafted, accepted = before.draft_tokens, before.accepted_tokens
         waiting = [
-            _engine.create_request(
-                _engine.tokenizer.encode(prompt, add_special_tokens=False),
+            _engine.maker.create(
+                _engine.maker.tokenizer.encode(prompt, add_special_tokens=False),
                 SamplingParams(
                     temperature=wanted.temperature, seed=i, max_new_tokens=new_tokens, grammar=wanted.grammar
                 ),

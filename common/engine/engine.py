@@ -22,18 +22,17 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from common.constrained.grammar import Grammar, GrammarCompiler, Matcher
+from common.constrained.grammar import GrammarCompiler
 from common.engine.commit import fail, terminal_output
 from common.engine.config import EngineConfig
-from common.engine.requests import EngineFront, Phase
+from common.engine.requests import EngineFacts, Phase, RequestMaker
 from common.engine.runner import Runner
 from common.engine.scheduling import Clock, Scheduler, StepPlan
 from common.engine.telemetry import StepRecord, Telemetry
 from common.errors import EngineDeadError, RequestTimeoutError
-from common.models.layers import CausalLM
 from common.request import FinishReason, Request, RequestState, SamplingParams, StepOutput
 from common.text.tokenizer import Tokenizer
-from kernels.dispatch import Kernels, kernels_on
+from kernels.dispatch import kernels_on
 
 __all__ = ["Engine", "Phase", "StepWatcher"]
 
@@ -44,10 +43,13 @@ logger = logging.getLogger(__name__)
 StepWatcher = Callable[[StepRecord, StepPlan, Sequence[StepOutput]], None]
 
 
-class Engine(EngineFront):
+class Engine:
     """Takes requests and returns the outputs of each step. Not thread-safe: one thread owns it.
 
     Attributes:
+        maker: makes requests for this engine.
+        dead: the error that ended the engine; None while it runs.
+        paused: True from `pause` to `resume`. While it is True, steps compute nothing new.
         watchers: functions that are called after each step (see `StepWatcher`).
         plan_watchers: functions that are called with each step's plan before its passes run.
         arrival_watchers: functions that are called with each request after it was added.
@@ -65,15 +67,27 @@ class Engine(EngineFront):
         default_params: SamplingParams | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(
+        model = runner.model
+        facts = EngineFacts(
             phase=phase,
             config=config,
-            tokenizer=tokenizer,
-            grammars=GrammarCompiler(tokenizer, runner.model.config.eos_token_ids),
-            telemetry=telemetry,
             default_params=default_params or SamplingParams(),
-            clock=clock,
+            model=model.config,
+            dtype=str(model.dtype).removeprefix("torch."),
+            weight_dtype=str(model.weight_dtype).removeprefix("torch."),
+            device=str(model.device),
+            kernels=kernels_on(model.device),
+            batch_invariant=model.batch_invariant,
+            has_priorities=scheduler.has_priorities,
+            pool_limit=runner.pool.max_request_tokens(),
         )
+        self.maker = RequestMaker(facts, tokenizer, GrammarCompiler(tokenizer, model.config.eos_token_ids))
+        self.phase = phase
+        self.config = config
+        self.telemetry = telemetry
+        self.clock = clock
+        self.dead: EngineDeadError | None = None
+        self.paused = False
         self.scheduler = scheduler
         self.runner = runner
         self.watchers: list[StepWatcher] = []
@@ -86,25 +100,6 @@ class Engine(EngineFront):
         self._interrupted = False  # True while a step runs, and after a step that raised
         self._begun: StepRecord | None = None  # the record of the step that `wait` began
         self._arrivals = itertools.count()
-
-    @property
-    def model(self) -> CausalLM:
-        return self.runner.model
-
-    @property
-    def kernels(self) -> Kernels:
-        return kernels_on(self.model.device)
-
-    @property
-    def has_priorities(self) -> bool:
-        return self.scheduler.has_priorities
-
-    @property
-    def pool_limit(self) -> int | None:
-        return self.runner.pool.max_request_tokens()
-
-    def new_matcher(self, grammar: Grammar) -> Matcher:
-        return self.grammars.new_matcher(grammar)
 
     # ------------------------------------------------------------------ requests
 
@@ -354,7 +349,7 @@ class Engine(EngineFront):
                 request.matcher.has_turn = True
                 if request.wants_token:
                     matchers.append(request.matcher)
-        self.grammars.share.deal(matchers, others=len(matchers) < len(self.scheduler.active))
+        self.maker.grammars.share.deal(matchers, others=len(matchers) < len(self.scheduler.active))
 
     def pause(self) -> None:
         """Plan no steps until `resume`. The next steps deliver the tokens in flight (`runner.in_flight`)."""

@@ -1,320 +1,286 @@
-"""The engine's process: its main thread, and the messages between it and the HTTP process."""
+"""The engine's process: one thread takes messages between two steps, and sends the outputs of each step.
+
+```text
+main thread   build the engine ─> messages ─> step ─> messages ─> step ─> …   an idle engine blocks until a message
+compiling     compile the grammars of requests that are still to come
+front         wait for the end of the server's process, and end this one
+```
+
+**One thread computes.** libgomp, which runs a CPU's matrix products in parallel, keeps a pool of workers for every
+thread that has called a parallel operator. With a second pool there are more workers than cores. libgomp then puts
+them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So only one
+thread of the process calls parallel operators. In phases 4 to 8 it is the main thread. From phase 9 on it is the
+thread of the engine's stream, and the main thread makes small tensors only. The engine is built in a thread that
+ends afterwards (`common.startup.build`), and its pool of workers ends with it.
+
+| thread | what runs there | module |
+| --- | --- | --- |
+| main | `Engine.step`: planning and commits; in phases 4 to 8 forward passes and sampling | here |
+| a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.devices.streams` |
+| `masks`, a few | token masks of grammars | `common.constrained.mask_threads` |
+| `compiling`, a few | grammars | here |
+| `apart` | one function: building the engine, recording a pass; then it ends | `common.devices.streams` |
+
+On a GPU, the main thread launches the kernels of all passes, in every phase.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
-import operator
+import multiprocessing
 import os
-import pickle
+import select
 import signal
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import NoReturn
 
-import torch
-
-from common.constrained.allowed_tokens import AllowedTokens
-from common.constrained.grammar import Grammar, Matcher
-from common.engine.config import EngineConfig
+from common.constrained.grammar import Matcher
+from common.engine.commit import fail
 from common.engine.engine import Engine
-from common.engine.requests import Phase
 from common.engine.scheduling import StepPlan
-from common.engine.telemetry import Counters, StepRecord
-from common.errors import EngineDeadError, StartupError
-from common.hosting.thread import EngineThread
-from common.models.config import ModelConfig
+from common.engine.telemetry import StepRecord
+from common.errors import EngineDeadError, QueueFullError, StartupError
+from common.hosting.calls import EngineCalls
+from common.hosting.messages import (
+    Abort,
+    Answered,
+    Built,
+    Call,
+    Cancel,
+    Compile,
+    EngineState,
+    NewRequest,
+    NotBuilt,
+    Planned,
+    Shown,
+    Stepped,
+    Stop,
+    Submit,
+    ToEngine,
+    picklable,
+    receive,
+    send,
+)
 from common.observing.frames import Frame
-from common.request import Request, SamplingParams, StepOutput
+from common.request import Request, StepOutput
 from common.startup.memory import freeze_objects
-from kernels.dispatch import Kernels
 
 logger = logging.getLogger(__name__)
 
-LENGTH = struct.Struct("!Q")  # of a message, in bytes
+#: The server's process gets these signals, too, and ends this process in good order.
+IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
-def packed(message: object) -> bytes:
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(data)) + data
+def serve(connection: Connection, make_engine: Callable[[], Engine], prepare: Callable[[], None]) -> NoReturn:
+    """Build and run an engine for the process at the other end of a connection.
 
-
-def receive(link: socket.socket) -> Any:
-    """Block until a message has come, and return it. Raises EOFError: the other process has ended."""
-    (length,) = LENGTH.unpack(_receive_bytes(link, LENGTH.size))
-    return pickle.loads(_receive_bytes(link, length))
-
-
-def _receive_bytes(link: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = link.recv(min(count - len(data), 2**20))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
-
-
-# ---------------------------------------------------------------------- messages
-
-
-class Model(NamedTuple):
-    """The properties of the engine's model that the HTTP process needs."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    batch_invariant: bool
-
-
-class Facts(NamedTuple):
-    """The properties of a new engine that its `RemoteEngine` in the HTTP process needs."""
-
-    phase: Phase
-    config: EngineConfig
-    default_params: SamplingParams
-    model: Model
-    kernels: Kernels
-    has_priorities: bool
-    pool_limit: int | None
-
-    @classmethod
-    def of(cls, engine: Engine) -> Facts:
-        model = Model(*(getattr(engine.model, name) for name in Model._fields))
-        limits = engine.has_priorities, engine.pool_limit
-        return cls(engine.phase, engine.config, engine.default_params, model, engine.kernels, *limits)
-
-
-class State(NamedTuple):
-    """The engine's state, a part of each message to the HTTP process, except frames of the live view
-    (`common.observing.frames`) and answers to `compile`."""
-
-    taken: int = 0  # requests that have left the inbox since the start
-    waiting: int = 0  # requests in the scheduler's queue
-    queue_room: int = 0  # how many more requests the scheduler's queue can take
-    paused: bool = False
-    dead: EngineDeadError | None = None
-
-
-class RemoteMatcher(Matcher):
-    """A matcher in the engine's process, as the HTTP process knows it: by its number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class NewRequest(NamedTuple):
-    """The fields of a request that are sent to the engine's process, which needs no detokenizer."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    eos_token_ids: frozenset[int]
-    cache_salt: str
-    matcher: RemoteMatcher | None
-    allowed: AllowedTokens | None
-    priority: int
-    group: str
-    prediction: Sequence[int]
-    arrived_s: float | None
-
-
-new_request = operator.attrgetter(*NewRequest._fields)
-
-
-def _getter(of: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that returns the values of a dataclass's fields; faster than `dataclasses.astuple`."""
-    return operator.attrgetter(*(field.name for field in fields(of)))
-
-
-_output_values, _record_values, _counter_values = map(_getter, (StepOutput, StepRecord, Counters))
-
-
-def row(output: StepOutput) -> tuple[Any, ...]:
-    """Return the values of an output's fields, with an error that can be pickled."""
-    if output.error is not None:
-        output = replace(output, error=picklable(output.error))
-    return _output_values(output)
-
-
-def picklable(error: BaseException) -> Exception:
-    """Return an error that can be pickled: the given one if its class is in `common.errors`, or else a RuntimeError
-    with its text."""
-    if isinstance(error, Exception) and type(error).__module__ == StartupError.__module__:
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def result_of(outcome: Future[Any]) -> tuple[Any, Exception | None]:
-    """Return the result of a completed future and None, or None and the future's error, which can be pickled."""
-    error = outcome.exception()
-    return (outcome.result(), None) if error is None else (None, picklable(error))
-
-
-# ---------------------------------------------------------------------- the engine's process
-
-
-def serve(descriptor: int) -> None:
-    """Build and run an engine for the process at the other end of a socket. Does not return.
+    The process is started with `IGNORED_SIGNALS` blocked.
 
     Args:
-        descriptor: the socket's file descriptor.
+        connection: the connection.
+        make_engine: builds the engine.
+        prepare: called before `make_engine`, to set up the log.
     """
-    # The front gets these signals, too, and ends this process in good order.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    link = socket.socket(fileno=descriptor)
-    with contextlib.suppress(EOFError, OSError):
-        make_engine, prepare = receive(link)
+    for number in IGNORED_SIGNALS:
+        signal.signal(
+            number, lambda *_: None
+        )  # not SIG_IGN, which the processes that this one starts would keep
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    threading.Thread(target=_end_with_front, name="front", daemon=True).start()
+    code = 0
+    try:
         prepare()
-        ServingThread(link, make_engine).serve()
+        with contextlib.suppress(EOFError, ConnectionError):
+            engine = _build(connection, make_engine)
+            if engine is not None:
+                freeze_objects()
+                EngineLoop(connection, engine).run()
+    except Exception:
+        logger.exception("the engine's process failed")
+        code = 1
     logging.shutdown()
-    os._exit(0)  # at once, even while the engine is inside a step: nobody is left to read its outputs
+    os._exit(code)  # at once: a normal exit would wait for other threads, and stop some inside torch
 
 
-class ServingThread(EngineThread):
-    """An engine's thread that gets its requests from the HTTP process, and sends it the outputs.
+def _end_with_front() -> None:
+    """Wait for the end of the process that has started this one. Then end this one at once, even inside a step:
+    nobody is left to read its outputs."""
+    front = multiprocessing.parent_process()
+    assert front is not None
+    front.join()
+    os._exit(0)
 
-    Args:
-        link: a socket to the HTTP process.
-        make_engine: builds the engine; called in the engine's thread.
-    """
 
-    def __init__(self, link: socket.socket, make_engine: Callable[[], Engine]) -> None:
-        super().__init__(self._make)
-        self._link = link
-        self._make_from = make_engine
+def _build(connection: Connection, make_engine: Callable[[], Engine]) -> Engine | None:
+    """Return a new engine. If it cannot be built, send `NotBuilt` and return None."""
+    try:
+        return make_engine()
+    except StartupError as error:
+        send(connection, NotBuilt(error))
+    except Exception as error:
+        logger.exception("the engine could not be built")
+        said = f"the engine could not be built: {type(error).__name__}: {error}"
+        send(connection, NotBuilt(StartupError(said)))
+    return None
+
+
+class EngineLoop:
+    """Runs an engine by the messages of a connection. All methods but `_answer` run in the engine's thread."""
+
+    def __init__(self, connection: Connection, engine: Engine) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._arrivals = select.poll()  # `Connection.poll` makes a new one for each call
+        self._arrivals.register(connection, select.POLLIN)
         self._sending = threading.Lock()
-        # A thread of the HTTP process waits for each grammar, so few are compiled at a time.
+        self._calls = EngineCalls(engine, self._show)
+        # A thread of the server's process waits for each grammar, so few are compiled at a time.
         self._compiling = ThreadPoolExecutor(thread_name_prefix="compiling")
         self._matchers: dict[int, Matcher] = {}  # by number: matchers for requests that are still to come
-        self._submitted = 0
-        self._sent = State()
+        self._taken = 0
+        self._unsent: list[StepOutput] = []  # terminal outputs of requests that the engine refused
         self._record: StepRecord | None = None  # the latest step's, until it is sent
+        self._sent = EngineState()
+        self._step_is_known = False  # whether the server's process knows that a step runs
+        self._stopping = False
 
-    def serve(self) -> None:
-        """Run the engine until the HTTP process sends `stop`. Raises EOFError: the HTTP process has ended."""
-        self._thread.start()
-        while True:
-            kind, *content = receive(self._link)
-            if kind == "submit":
-                self._submit_new([NewRequest(*each) for each in content[0]])
-            elif kind == "cancel":
-                self.cancel(*content)
-            elif kind == "compile":
-                self._compile(*content)
-            elif kind == "call":
-                self._call(*content)
-            elif kind == "abort":
-                self.abort(*content)
-            else:
-                self.stop()
-                self.join()
-                return
+    def run(self) -> None:
+        """Run the engine until `Stop` comes. Raises EOFError or ConnectionError: the other end was closed."""
+        self._engine.plan_watchers.append(self._planned)
+        self._engine.watchers.append(self._stepped)
+        self._sent = self._state()
+        self._send(Built(self._engine.maker.facts, self._sent))
+        while not self._stopping:
+            try:
+                self._turn()
+            except (EOFError, ConnectionError):
+                raise
+            except BaseException as error:
+                # The runner handles failed passes. This is a bug, or an exception that ends threads: the engine's
+                # state is unknown. The loop goes on, to fail later requests with this error.
+                if self._engine.dead is not None:
+                    raise
+                logger.exception("the engine failed")
+                self._engine.dead = EngineDeadError("the engine failed; restart the server")
+                self._engine.dead.__cause__ = error
+                self._report(self._engine.abort_all(self._engine.dead))
+        self._compiling.shutdown(wait=False)
+        self._calls.close()
 
-    # ------------------------------------------------------------------ from the front
+    def _turn(self) -> None:
+        """Wait for work, take the messages, and run a step if one is due."""
+        engine = self._engine
+        self._wait_for_work()
+        if engine.is_due:
+            engine.wait()  # requests that arrive during this wait are part of the step
+        while self._arrivals.poll(0):
+            self._take(receive(self._connection))
+        if self._unsent:
+            self._report([])  # before the step, which may be long
+        self._report(engine.step() if engine.is_due and not self._stopping else [])
 
-    def _submit_new(self, requests: Sequence[NewRequest]) -> None:
-        made = []
-        for new in requests:
-            matcher = None if new.matcher is None else self._matchers.pop(new.matcher.number)
-            made.append(Request(**new._asdict() | {"matcher": matcher}))
-        with self._wakeup:
-            self._submitted += len(made)
-            self.submit(made)
+    def _wait_for_work(self) -> None:
+        """Block until a message has come, or the engine is due."""
+        wake = self._engine.next_wake()
+        left_s = None if wake is None else wake - self._engine.clock()
+        if left_s is None or left_s > 0.0:
+            self._arrivals.poll(None if left_s is None else left_s * 1000)
 
-    def _compile(self, number: int, grammar: Grammar, unused: Sequence[int]) -> None:
-        """Compile a grammar, which the HTTP process has checked, in another thread, and keep its matcher here.
+    # ------------------------------------------------------------------ messages
 
-        Args:
-            number: the number of the new matcher.
-            grammar: the grammar.
-            unused: numbers of matchers whose requests have come, or will not come any more. They are dropped.
-        """
-        for each in unused:
-            self._matchers.pop(each, None)
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit(requests):
+                for new in requests:
+                    self._add(new)
+            case Cancel(request_id, reason):
+                self._engine.cancel(request_id, reason)
+            case Call(number, method, arguments):
+                self._answer(number, functools.partial(method, self._calls, *arguments), with_state=True)
+            case Compile():
+                self._compile(message)
+            case Abort(error):
+                self._unsent += self._engine.abort_all(error)
+            case Stop():
+                self._stopping = True
 
-        def make() -> tuple[RemoteMatcher, float | None]:
-            grammars = self.engine.grammars
-            self._matchers[number] = grammars.compile(grammar)
-            return RemoteMatcher(number), grammars.compile_s(grammar)
-
-        def answer(outcome: Future[Any]) -> None:
-            self._send("compiled", number, *result_of(outcome))
-
-        self._compiling.submit(make).add_done_callback(answer)
-
-    def _call(self, number: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
-        def answer(outcome: Future[Any]) -> None:
-            self._send("answered", self._state(), number, *result_of(outcome))
-
-        self.call(function, *args, **kwargs).add_done_callback(answer)
-
-    # ------------------------------------------------------------------ to the front
-
-    def _make(self) -> Engine:
-        """Build and return the engine. Send its facts, or the error if it cannot be built, to the HTTP process."""
+    def _add(self, new: NewRequest) -> None:
+        self._taken += 1
+        values = {field.name: getattr(new, field.name) for field in dataclasses.fields(new)}
+        matcher = None if new.matcher is None else self._matchers.pop(new.matcher)
+        request = Request(**values | {"matcher": matcher})
         try:
-            engine = self._make_from()
-        except BaseException as error:
-            if not isinstance(error, StartupError):
-                logger.exception("the engine could not be built")
-                error = StartupError(f"the engine could not be built: {type(error).__name__}: {error}")
-            self._send(error, self._sent)
-            raise
-        engine.plan_watchers.append(self._planned)
-        engine.watchers.append(self._stepped)
-        freeze_objects()
-        room = engine.scheduler.queue_room()
-        self._sent = State(queue_room=room)
-        self._send(Facts.of(engine), self._sent)
-        return engine
+            if not self._engine.add_request(request):
+                raise QueueFullError.of(self._engine.config.max_waiting_requests, 1)  # noqa: TRY301 - fails as others do
+        except Exception as error:
+            self._unsent.append(fail(request, error))
 
-    def _state(self) -> State:
-        engine = self.engine
-        with self._wakeup:
-            taken = self._submitted - len(self._arrived)
-            scheduler = engine.scheduler
-            return State(taken, scheduler.num_waiting, scheduler.queue_room(), engine.paused, engine.dead)
+    def _compile(self, message: Compile) -> None:
+        """Compile a grammar in another thread, and keep its matcher here."""
+        for number in message.unused:
+            self._matchers.pop(number, None)
+
+        def make() -> float | None:
+            grammars = self._engine.maker.grammars
+            self._matchers[message.number] = grammars.compile(message.grammar)
+            return grammars.compile_s(message.grammar)
+
+        self._compiling.submit(self._answer, message.number, make, with_state=False)
+
+    def _answer(self, number: int, function: Callable[[], object], *, with_state: bool) -> None:
+        """Call a function, and send its result or its error. `with_state`: in the engine's thread only."""
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as raised:  # it is raised where the result is awaited
+            error = picklable(raised)
+        self._send(Answered(number, result, error, self._state() if with_state else None))
+
+    # ------------------------------------------------------------------ reports
 
     def _planned(self, plan: StepPlan) -> None:
         begun = [chunk.request.request_id for chunk in plan.prefill if chunk.is_first]
-        self._sent = self._state()
-        self._send("planned", self._sent, time.monotonic(), begun)
+        if begun or not self._step_is_known:
+            self._step_is_known = True
+            self._sent = self._state()
+            self._send(Planned(self._sent, time.monotonic(), begun))
 
     def _stepped(self, record: StepRecord, _: StepPlan, __: Sequence[StepOutput]) -> None:
         self._record = record
 
-    def _hand_back(self, outputs: list[StepOutput]) -> None:
+    def _report(self, outputs: list[StepOutput]) -> None:
+        """Send outputs, with the numbers of the step that has made them. Sends nothing if nothing is new."""
         state, record = self._state(), self._record
+        if self._unsent:
+            outputs, self._unsent = self._unsent + outputs, []
         if not outputs and record is None and state == self._sent:
             return
         self._sent, self._record = state, None
-        step = None
-        if record is not None:
-            telemetry = self.engine.telemetry
-            step = _record_values(record), _counter_values(telemetry.counters), telemetry.accepted_at
-        self._send("stepped", state, [row(output) for output in outputs], step, self._next_begins_s())
+        for place, output in enumerate(outputs):
+            if output.error is not None:
+                outputs[place] = dataclasses.replace(output, error=picklable(output.error))
+        telemetry = self._engine.telemetry
+        self._step_is_known = self._engine.is_due
+        next_began_s = time.monotonic() if self._step_is_known else None
+        self._send(Stepped(state, outputs, record, telemetry.counters, telemetry.accepted_at, next_began_s))
 
-    def _next_begins_s(self) -> float | None:
-        """Return `time.monotonic()` if the next step begins now; None if the thread is going to wait for work."""
-        return time.monotonic() if self.engine.is_due else None
+    def _show(self, frame: Frame | None) -> None:
+        self._send(Shown(frame))
 
-    def _turn(self) -> bool:
-        stopping = super()._turn()
-        self._hand_back([])
-        return stopping
+    def _state(self) -> EngineState:
+        engine = self._engine
+        scheduler = engine.scheduler
+        return EngineState(
+            self._taken, scheduler.num_waiting, scheduler.queue_room(), engine.paused, engine.dead
+        )
 
-    def _publish_frame(self, frame: Frame | None) -> None:
-        self._send("frame", frame)
-
-    def _send(self, *message: object) -> None:
-        # OSError: the front has ended, and the main thread ends this process.
-        with self._sending, contextlib.suppress(OSError):
-            self._link.sendall(packed(message))
+    def _send(self, message: object) -> None:
+        with self._sending, contextlib.suppress(OSError):  # the other process has ended
+            send(self._connection, message)

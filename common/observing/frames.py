@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.engine.engine import Engine
-from common.engine.requests import EngineFront
+from common.engine.requests import EngineFacts
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.request import Request, StepOutput
@@ -50,14 +50,14 @@ Header = dict[str, Any]
 Frame = dict[str, Any]
 
 
-def header(engine: EngineFront) -> Header:
+def header(facts: EngineFacts) -> Header:
     """Return the header for all frames of an engine."""
     return {
         "format": "infer-steps",
         "version": VERSION,
-        "phase": [engine.phase.number, engine.phase.title],
-        "seats": engine.config.max_batch_size,
-        "max_seq_len": engine.max_seq_len,
+        "phase": [facts.phase.number, facts.phase.title],
+        "seats": facts.config.max_batch_size,
+        "max_seq_len": facts.max_seq_len,
     }
 
 
@@ -276,7 +276,7 @@ class StepTrace:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.header = header(engine)
+        self.header = header(engine.maker.facts)
         self.frames: list[Frame] = []
         self._maker = FrameMaker(engine)
         engine.watchers.append(self._watch)

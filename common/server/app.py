@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
-from common.engine.engine import Engine
-from common.engine.requests import EngineFront
-from common.hosting.async_engine import EngineWorker
-from common.hosting.thread import EngineThread
+from common.hosting.async_engine import AsyncEngine
 from common.server import state
 from common.server.api import chat, completions, messages, responses, tokens
 from common.server.api.bodies import Bodies
@@ -35,13 +33,15 @@ from common.server.service import Service, served_model_name
 from common.text.dialect import Dialect, ReasoningParser, ToolCallParser
 from common.version import project_version
 
+if TYPE_CHECKING:
+    from common.engine.engine import Engine
+
 LAST_STEP_S = 5.0  # most seconds that shutdown waits for the present step, whose clients have been answered
 
 
 def create_app(
-    engine: EngineFront,
+    engine: AsyncEngine | Engine,
     *,
-    worker: EngineWorker | None = None,
     model_name: str | None = None,
     other_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
@@ -59,11 +59,11 @@ def create_app(
     max_stored_responses: int = 1024,
     id_tag: str = "",
 ) -> FastAPI:
-    """Return the ASGI app that serves an engine. The app starts the engine's worker and stops it at shutdown.
+    """Return the ASGI app that serves an engine. The app starts the engine and stops it at shutdown.
 
     Args:
-        engine: an engine of any phase; or, with its worker, the front of an engine in another process.
-        worker: the worker that built the engine; by default a new worker, which runs `engine` in a thread.
+        engine: an engine that was built, in a process of its own. Or an engine of this process, in a test or a
+            notebook.
         model_name: the model's name for clients; by default the name it was loaded by (a folder's last part).
         other_names: further names of the model.
         api_keys: clients must send one of these keys, except to `middleware.OPEN_PATHS`; empty: no key is needed.
@@ -81,23 +81,19 @@ def create_app(
         strict_fields: whether unknown fields of a request's body are refused instead of ignored.
         max_stored_responses: most responses that are kept for later requests; 0: none.
         id_tag: part of the ids of answers (`Service`).
-
-    Raises:
-        TypeError: the engine runs in another process, and its worker is missing.
     """
-    if worker is None:
-        if not isinstance(engine, Engine):
-            raise TypeError("an engine in another process comes with its worker: pass both")
-        worker = EngineWorker(EngineThread(lambda: engine))
+    if not isinstance(engine, AsyncEngine):
+        from common.hosting.local import LocalEngine  # with torch, which a server's process does not need
+
+        engine = LocalEngine(engine)
     service = Service(
         engine,
-        worker,
-        (model_name or served_model_name(engine.config.model), *other_names),
+        (model_name or served_model_name(engine.facts.config.model), *other_names),
         bodies=Bodies(body_timeout_s),
         step_timeout_s=step_timeout_s,
         ping_s=ping_s,
         live_view=live_view,
-        dialect=Dialect.of(engine.tokenizer, tool_call_parser, reasoning_parser),
+        dialect=Dialect.of(engine.maker.tokenizer, tool_call_parser, reasoning_parser),
         strict_fields=strict_fields,
         max_stored_responses=max_stored_responses,
         id_tag=id_tag,
@@ -105,17 +101,17 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
-        pulse = asyncio.create_task(Pulse(engine, service.worker).run())
+        engine.start()
+        pulse = asyncio.create_task(Pulse(engine).run())
         yield
         pulse.cancel()
         # Not in a `finally`: a cancelled shutdown must not wait for a forward pass.
-        engine.grammars.close()
-        await service.worker.stop(LAST_STEP_S)
+        engine.maker.grammars.close()
+        await engine.stop(LAST_STEP_S)
 
     app = FastAPI(
-        title=f"infer: {engine.phase.title.lower()}",
-        summary=engine.phase.idea,
+        title=f"infer: {engine.facts.phase.title.lower()}",
+        summary=engine.facts.phase.idea,
         version=project_version(),
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from another host

@@ -185,7 +185,7 @@ def error_response(path: str, error: ApiError, request_id: str | None) -> Respon
 
 
 def from_exception(error: Exception) -> ApiError:
-    """Return the ApiError for an exception that the engine or its worker raised, or ended a request with.
+    """Return the ApiError for an exception that the engine raised, or ended a request with.
 
     An unexpected exception becomes a 500 without details.
     """
@@ -293,7 +293,7 @@ async def answer_nobody(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-#: The app's error handlers. An error of the engine or its worker that a route lets pass goes to `answer_api_error`.
+#: The app's error handlers. An error of the engine that a route lets pass goes to `answer_api_error`.
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: answer_api_error,
     InvalidRequestError: answer_api_error,

@@ -19,8 +19,7 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from common.engine.requests import EngineFront
-from common.hosting.async_engine import EngineWorker, RequestStream
+from common.hosting.async_engine import AsyncEngine, RequestStream
 from common.server.api.answer import Answer
 from common.server.errors import ApiError, from_exception
 from common.startup.memory import return_freed_memory
@@ -234,9 +233,8 @@ class Pulse:
     Rates are averages over the last `PULSE_EVERY_S` seconds.
     """
 
-    def __init__(self, engine: EngineFront, worker: EngineWorker) -> None:
+    def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._worker = worker
         self._remember()
 
     async def run(self) -> None:
@@ -248,13 +246,13 @@ class Pulse:
 
     def beat(self) -> None:
         """Log one line if requests are running or waiting. Its rates are averages since the last call."""
-        latest, waiting = self._worker.latest_step, self._worker.num_waiting()
+        latest, waiting = self._engine.latest_step, self._engine.num_waiting()
         if latest.active or waiting:
             seconds = time.monotonic() - self._since_s
-            new = (self._worker.requests.generation_tokens - self._new_tokens) / seconds
+            new = (self._engine.requests.generation_tokens - self._new_tokens) / seconds
             prompt = (self._engine.telemetry.counters.prefill_tokens - self._prompt_tokens) / seconds
-            kv_use = latest.kv_reserved_tokens / self._engine.config.kv_tokens()
-            step_s = self._worker.step_s
+            kv_use = latest.kv_reserved_tokens / self._engine.facts.config.kv_tokens()
+            step_s = self._engine.step_s
             logger.info(
                 "%d running, %d waiting; %.1f new and %.1f prompt tokens/s; %.0f %% of the KV memory held%s",
                 latest.active,
@@ -278,5 +276,5 @@ class Pulse:
 
     def _remember(self) -> None:
         self._since_s = time.monotonic()
-        self._new_tokens = self._worker.requests.generation_tokens
+        self._new_tokens = self._engine.requests.generation_tokens
         self._prompt_tokens = self._engine.telemetry.counters.prefill_tokens

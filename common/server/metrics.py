@@ -1,4 +1,4 @@
-"""`GET /metrics`: the counts of the engine and its worker, in Prometheus's format.
+"""`GET /metrics`: the counts of the engine, in Prometheus's format.
 
 A metric that vLLM has, too, has vLLM's name, so dashboards made for vLLM show it. The names of other metrics begin
 with `infer:`, or with `process_` if they are about this process.
@@ -96,7 +96,7 @@ class Metrics(Collector):
         self._service = service
         self._page = b""
         self._due_s = 0.0  # when the next page may be made, on the clock of `time.monotonic`
-        self._labels = {"model_name": service.model_name, "phase": service.engine.phase.slug}
+        self._labels = {"model_name": service.model_name, "phase": service.engine.facts.phase.slug}
 
     def render(self) -> tuple[bytes, str]:
         """Return the metrics in Prometheus's text format, which every scraper reads, and the format's content type.
@@ -122,20 +122,21 @@ class Metrics(Collector):
         yield from _PROCESS.collect()
 
     def _gauges(self) -> Iterator[Metric]:
-        engine, worker = self._service.engine, self._service.worker
-        model = engine.model
-        dtype, weights = (str(each).removeprefix("torch.") for each in (model.dtype, model.weight_dtype))
-        latest, waiting = worker.latest_step, worker.num_waiting()
-        block = getattr(engine.config, "block_size", engine.max_seq_len)  # in a phase without blocks: a slot
-        cache = {
+        engine = self._service.engine
+        facts = engine.facts
+        config = facts.config
+        latest, waiting = engine.latest_step, engine.num_waiting()
+        block = getattr(config, "block_size", facts.max_seq_len)  # in a phase without blocks: a slot
+        cache: dict[str, object] = {
             "block_size": block,
-            "num_gpu_blocks": engine.config.kv_tokens() // block,
-            "enable_prefix_caching": getattr(engine.config, "enable_prefix_caching", False),
-            "cache_dtype": dtype,
+            "num_gpu_blocks": config.kv_tokens() // block,
+            "enable_prefix_caching": getattr(config, "enable_prefix_caching", False),
+            "cache_dtype": facts.dtype,
         }
-        used = latest.kv_reserved_tokens / engine.config.kv_tokens()
+        named: dict[str, object] = {"dtype": facts.dtype, "weights": facts.weight_dtype}
+        used = latest.kv_reserved_tokens / config.kv_tokens()
         gauges: tuple[tuple[str, str, dict[str, object], float], ...] = (
-            ("infer:model_info", "1; the labels say what is served", {"dtype": dtype, "weights": weights}, 1),
+            ("infer:model_info", "1; the labels say what is served", named, 1),
             ("vllm:cache_config_info", "1; the labels say how large the KV memory is", cache, 1),
             ("vllm:num_requests_running", "Requests that hold KV memory", {}, latest.active),
             ("vllm:num_requests_waiting", "Requests that queue", {}, waiting),
@@ -149,7 +150,7 @@ class Metrics(Collector):
             yield gauge
 
     def _counters(self) -> Iterator[Metric]:
-        counters, requests = self._service.engine.telemetry.counters, self._service.worker.requests
+        counters, requests = self._service.engine.telemetry.counters, self._service.engine.requests
         yield self._counter(
             "vllm:generation_tokens", "Tokens that were handed to clients", requests.generation_tokens
         )
@@ -198,7 +199,7 @@ class Metrics(Collector):
         return family
 
     def _histograms(self) -> Iterator[Metric]:
-        requests, step_tokens = self._service.worker.requests, self._service.engine.telemetry.step_tokens
+        requests, step_tokens = self._service.engine.requests, self._service.engine.telemetry.step_tokens
         yield self._histogram("iteration_tokens_total", "Prompt and new tokens of a step", step_tokens)
         for field, name, text in _HISTOGRAMS:
             yield self._histogram(name, text, getattr(requests, field))

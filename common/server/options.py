@@ -191,11 +191,6 @@ class ServerOptions(CommonOptions):
         default=False,
         description="answer POST /pause and POST /resume, with which any client stops the requests of all clients",
     )
-    engine_process: Literal["on", "off"] = Field(
-        default="on",
-        description="on: the engine has a process of its own, and another process speaks HTTP; off: one process, "
-        "which takes less memory and is easier to debug",
-    )
     trace: Path | None = Field(
         default=None,
         description="file for a trace of all requests and steps, written while the server runs; an old file is "

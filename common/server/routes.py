@@ -108,7 +108,7 @@ async def generate(
 
     def close(client_left: bool) -> None:
         answer.cancel()
-        count_choices(service.worker.requests, answer)
+        count_choices(service.engine.requests, answer)
         log_end(
             answer,
             asked_s=arrived_s,
@@ -147,7 +147,7 @@ async def _submit(service: Service, wanted: GenerationRequest, answer_id: str, a
             wanted,
             answer_id,
             streams,
-            tokenizer=service.engine.tokenizer,
+            tokenizer=service.engine.maker.tokenizer,
             dialect=service.dialect,
             model=service.model_name,
             fingerprint=service.fingerprint,

@@ -29,12 +29,11 @@ import uvicorn
 
 from common.engine.config import EngineConfig
 from common.errors import StartupError
-from common.hosting.async_engine import EngineHost, EngineWorker
+from common.hosting.async_engine import AsyncEngine
 from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
-from common.hosting.thread import EngineThread
 from common.observing.trace import TraceFile
-from common.server.app import LAST_STEP_S, create_app
+from common.server.app import create_app
 from common.server.http.connections import Config, ConnectionLimits
 from common.server.http.middleware import AllowedHosts
 from common.server.http.sockets import allow_open_files, listen, url_of
@@ -96,7 +95,10 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             the engine cannot be built.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    worker = EngineWorker(engine_host(package, options, config))
+    process = EngineProcess(
+        functools.partial(package.build_engine, config),
+        functools.partial(configure_logging, options.log_level, options.log_format),
+    )
     limits = ConnectionLimits(
         connections=allow_open_files(options.max_connections),
         per_address=options.max_connections_per_address,
@@ -108,11 +110,11 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     with listen(options) as listener:
         if options.trace is not None:
             TraceFile(options.trace).close()  # raises StartupError now, if it cannot be written
-        engine = worker.build()
+        engine = AsyncEngine(process)
+        engine.build()
         names = options.served_model_name
         app = create_app(
             engine,
-            worker=worker,
             model_name=names[0] if names else None,
             other_names=names[1:],
             api_keys=options.api_key,
@@ -146,24 +148,14 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
                 ssl_keyfile=options.ssl_keyfile,
             ),
             service,
-            ready=f"ready: {engine.phase.slug} serves {service.model_name} at {address}"
+            ready=f"ready: {engine.facts.phase.slug} serves {service.model_name} at {address}"
             + ("" if options.uds else " (open it in a browser)"),
             shutdown_timeout_s=options.shutdown_timeout,
         )
         if options.trace is not None:
-            worker.call(EngineCalls.trace_to, options.trace)
+            engine.call(EngineCalls.trace_to, options.trace)
         freeze_objects()
         server.run(sockets=[listener])
-    if worker.running:
-        logger.warning("the step in flight did not end within %g s: exiting without it", LAST_STEP_S)
-
-
-def engine_host(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> EngineHost:
-    """Return the thread or the process that will build and run the engine."""
-    build = functools.partial(package.build_engine, config)
-    if options.engine_process == "off":
-        return EngineThread(build)
-    return EngineProcess(build, functools.partial(configure_logging, options.log_level, options.log_format))
 
 
 def check_tls(options: ServerOptions) -> None:
@@ -209,7 +201,7 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # another process has begun to listen at the port while the model was loaded
             raise StartupError(f"cannot listen: {error.strerror}") from None
-        if self.service.worker.dead is None:  # an engine that fails this early has logged why
+        if self.service.engine.dead is None:  # an engine that fails this early has logged why
             logger.info(self.ready)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler
@@ -236,7 +228,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         started = time.monotonic()
-        if not await self.service.worker.drain(self.shutdown_timeout_s):
+        if not await self.service.engine.drain(self.shutdown_timeout_s):
             logger.warning("some requests were not done in time and have been failed")
         self._left_s = self.shutdown_timeout_s - (time.monotonic() - started)
         self.service.bodies.give_up()  # no new request begins; clients that are still sending a body get an error

@@ -1,4 +1,4 @@
-"""The objects that all routes share: the engine, its worker, and a `Service` around them."""
+"""The objects that all routes share: the engine, and a `Service` around it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
-from common.engine.requests import EngineFront
+from common.engine.requests import EngineFacts
 from common.errors import EngineDeadError
-from common.hosting.async_engine import EngineWorker
+from common.hosting.async_engine import AsyncEngine
 from common.server.api.bodies import Bodies, Body, Limits
 from common.server.api.intake import Intake
 from common.server.api.lanes import Admission
@@ -51,8 +51,7 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineFront,
-        worker: EngineWorker,
+        engine: AsyncEngine,
         model_names: tuple[str, ...],
         *,
         bodies: Bodies,
@@ -65,9 +64,8 @@ class Service:
         id_tag: str,
     ) -> None:
         self.engine = engine
-        self.worker = worker
         self.model_name = model_names[0]
-        self.fingerprint = fingerprint_of(engine, self.model_name)
+        self.fingerprint = fingerprint_of(engine.facts, self.model_name)
         self.answers = Counter[tuple[int, str]]()
         self.bodies = bodies
         self._step_timeout_s = step_timeout_s
@@ -75,18 +73,18 @@ class Service:
         self.created = int(time.time())
         self.limits = Limits(
             models=model_names,
-            max_choices=engine.config.max_waiting_requests,
-            vocab_size=engine.model.config.vocab_size,
+            max_choices=engine.facts.config.max_waiting_requests,
+            vocab_size=engine.facts.model.vocab_size,
             strict_fields=strict_fields,
         )
         self.dialect = dialect
         self.stored = ResponseStore(max_stored_responses)
         self.id_tag = id_tag
         self.admission = Admission()
-        self.intake = Intake(engine, worker, self.admission, self.limits, dialect)
-        self.live_view = LiveView(worker) if live_view else None
+        self.intake = Intake(engine, self.admission, self.limits, dialect)
+        self.live_view = LiveView(engine) if live_view else None
         self.page = render_page(engine, self.model_name, live_view=live_view)
-        self.recordings = Recordings(worker)
+        self.recordings = Recordings(engine)
         self._logged_fields: set[str] = set()  # ignored fields that the log has named
 
     def note_ignored(self, request: Request, body: Body) -> None:
@@ -109,9 +107,9 @@ class Service:
             ApiError: 503, the engine has been in one step, or has taken no request, for too long. Only a new
                 process helps.
         """
-        if self.worker.dead is not None:
+        if self.engine.dead is not None:
             raise EngineDeadError("the engine is dead; restart the server")
-        step_s = self.worker.step_s
+        step_s = self.engine.step_s
         if self._step_timeout_s is not None and step_s > self._step_timeout_s:
             raise unavailable(
                 f"the engine has not answered for {step_s:.0f} s, over --step-timeout {self._step_timeout_s:g}; "
@@ -121,11 +119,9 @@ class Service:
             )
 
 
-def fingerprint_of(engine: EngineFront, model_name: str) -> str:
+def fingerprint_of(facts: EngineFacts, model_name: str) -> str:
     """Return the `system_fingerprint` of answers: a digest of version, phase, model name and dtypes."""
-    model = engine.model
-    version = project_version()
-    named = (version, engine.phase.slug, model_name, str(model.dtype), str(model.weight_dtype))
+    named = (project_version(), facts.phase.slug, model_name, facts.dtype, facts.weight_dtype)
     return f"fp_{hashlib.sha256(repr(named).encode()).hexdigest()[:12]}"
 
 

@@ -138,14 +138,14 @@ async def retrieve_model(service: Served, model: str) -> Response:
 
 def model_card(service: Service, name: str) -> ModelCard:
     """Return the served model's description under one of its names."""
-    params = service.engine.default_params
+    params = service.engine.facts.default_params
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "infer",
-        "max_model_len": service.engine.max_seq_len,
-        "phase": service.engine.phase.slug,
+        "max_model_len": service.engine.facts.max_seq_len,
+        "phase": service.engine.facts.phase.slug,
         "sampling_defaults": {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -153,7 +153,7 @@ def model_card(service: Service, name: str) -> ModelCard:
             "min_p": params.min_p,
             "repetition_penalty": params.repetition_penalty,
         },
-        "sampling_defaults_from": origin_of(params, service.engine.config.model),
+        "sampling_defaults_from": origin_of(params, service.engine.facts.config.model),
     }
 
 
@@ -186,9 +186,9 @@ async def health(service: Served) -> Response:
     service.require_health()
     reply: Health = {
         "status": "paused" if service.engine.paused else "ok",
-        "phase": service.engine.phase.slug,
+        "phase": service.engine.facts.phase.slug,
     }
-    if service.worker.draining:
+    if service.engine.draining:
         reply["status"] = "draining"
     return json_response(reply)
 
@@ -200,9 +200,9 @@ async def ready(service: Served) -> Response:
     A server that answers 503 should get no requests.
     """
     service.require_health()
-    if service.worker.draining:
+    if service.engine.draining:
         raise ShuttingDownError("draining: the server is shutting down")
-    reply: Health = {"status": "ok", "phase": service.engine.phase.slug}
+    reply: Health = {"status": "ok", "phase": service.engine.facts.phase.slug}
     return json_response(reply)
 
 
@@ -212,13 +212,13 @@ async def version(service: Served) -> Response:
     engine = service.engine
     reply: Version = {
         "version": project_version(),
-        "phase": engine.phase.slug,
+        "phase": engine.facts.phase.slug,
         "torch": torch.__version__,
-        "device": str(engine.model.device),
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "weights": str(engine.model.weight_dtype).removeprefix("torch."),
-        "kernels": engine.kernels,
-        "batch_invariant": engine.model.batch_invariant,
+        "device": engine.facts.device,
+        "dtype": engine.facts.dtype,
+        "weights": engine.facts.weight_dtype,
+        "kernels": engine.facts.kernels,
+        "batch_invariant": engine.facts.batch_invariant,
     }
     return json_response(reply)
 
@@ -248,7 +248,7 @@ async def reset_prefix_cache(request: Request, service: Served) -> Response:
         has_fields = True
     if has_fields:
         raise ApiError(400, "this route takes no fields: send no body, or {}", code="unknown_field")
-    reply: CacheReset = {"dropped_blocks": await service.worker.reset_prefix_cache()}
+    reply: CacheReset = {"dropped_blocks": await service.engine.reset_prefix_cache()}
     return json_response(reply)
 
 
@@ -274,10 +274,10 @@ async def telemetry(
     engine = service.engine
     page = engine.telemetry.snapshot(since_step=since_step)
     reply: TelemetrySnapshot = {
-        "phase": engine.phase.slug,
-        "max_batch_size": engine.config.max_batch_size,
-        "max_seq_len": engine.max_seq_len,
-        "queue_room": service.worker.queue_room(),
+        "phase": engine.facts.phase.slug,
+        "max_batch_size": engine.facts.config.max_batch_size,
+        "max_seq_len": engine.facts.max_seq_len,
+        "queue_room": service.engine.queue_room(),
         "counters": page["counters"],
         "steps": page["steps"],
         "next_step": page["next_step"],
@@ -312,7 +312,7 @@ admin_router = APIRouter(include_in_schema=False)
 @admin_router.post("/pause")
 async def pause(service: Served) -> Response:
     """Stop computing until `POST /resume`. Answers once the tokens of the steps in flight are delivered."""
-    await service.worker.pause()
+    await service.engine.pause()
     return json_response({"status": "paused"})
 
 
@@ -322,5 +322,5 @@ async def resume(service: Served) -> Response:
 
     Requests that came during the pause are in the queue.
     """
-    await service.worker.resume()
+    await service.engine.resume()
     return json_response({"status": "ok"})

@@ -28,7 +28,7 @@ def test_a_short_request_in_a_long_slot() -> None:
     engine = LLM("zoo:llama-tiny", phase="continuous", dtype="float32", max_seq_len=100).engine
     assert empty_share(engine.runner.pool) == 0.0
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    assert engine.add_request(engine.create_request([5] * 10, params))
+    assert engine.add_request(engine.maker.create([5] * 10, params))
     engine.step()  # the prompt: 10 columns of 100 hold a token
     assert empty_share(engine.runner.pool) == pytest.approx(0.90)
     engine.step()  # the first generated token is stored when the second is computed

@@ -45,7 +45,7 @@ def test_counts_agree_with_telemetry(engine: Engine, seed: int) -> None:
     before = (engine.telemetry.counters.padded_tokens, engine.telemetry.counters.idle_rows)
     for length, count in zip(prompts, new, strict=True):
         params = SamplingParams(max_new_tokens=count, ignore_eos=True)
-        assert engine.add_request(engine.create_request([5] * length, params))
+        assert engine.add_request(engine.maker.create([5] * length, params))
     while engine.has_work:
         engine.step()
     counters = engine.telemetry.counters

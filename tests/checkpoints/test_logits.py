@@ -48,7 +48,7 @@ def serve(
     found: list[list[StepOutput]] = [[] for _ in requests]
     while waiting or engine.has_work:
         for number, (prompt, params) in waiting[:a_step]:
-            engine.add_request(engine.create_request(prompt, params, request_id=str(number)))
+            engine.add_request(engine.maker.create(prompt, params, request_id=str(number)))
         del waiting[:a_step]
         for output in engine.step():
             assert output.error is None

@@ -129,7 +129,7 @@ def test_the_phase_contract(phase: str) -> None:
     assert type(engine.runner) is package.Runner
     assert type(engine.runner.pool) is package.Pool
     assert engine.phase is package.PHASE
-    assert (engine.max_seq_len, engine.runner.model) == (32, model)
+    assert (engine.maker.facts.max_seq_len, engine.runner.model) == (32, model)
 
 
 @pytest.mark.parametrize("phase", phase_names())

@@ -196,7 +196,7 @@ def test_an_id_is_free_again_once_its_request_has_ended(phase: str) -> None:
     engine = build(phase)
     add(engine, "a", greedy(1), "same")
     with pytest.raises(ValueError, match="'same' is in use"):
-        engine.add_request(engine.create_request("b", greedy(1), "same"))
+        engine.add_request(engine.maker.create("b", greedy(1), "same"))
     run(engine)
     add(engine, "b", greedy(1), "same")
     assert len(run(engine)) == 1
@@ -283,7 +283,7 @@ def test_requests_that_cannot_be_served_are_refused(
     phase: str, prompt: Any, params: SamplingParams, error: type[InvalidRequestError], param: str
 ) -> None:
     with pytest.raises(error) as caught:
-        build(phase).create_request(prompt, params)
+        build(phase).maker.create(prompt, params)
     assert type(caught.value) is error
     assert caught.value.param == param
 

@@ -285,7 +285,7 @@ def engine(dtype):
     config = package.Config(max_batch_size=8, max_seq_len=512)
     engine = package.build_engine(config, model=model, tokenizer=checkpoint.tokenizer())
     for _ in range(8):
-        engine.add_request(engine.create_request(list(range(510)), PARAMS))
+        engine.add_request(engine.maker.create(list(range(510)), PARAMS))
     while engine.has_work:
         assert not [output.error for output in engine.step() if output.error]
     weights = weight_bytes(shape, dtype)

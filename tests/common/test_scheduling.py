@@ -91,7 +91,7 @@ def test_a_request_that_is_not_done_in_time_is_given_up_and_its_neighbours_are_n
 
 
 def add_to(engine: Engine, group: str, prompt: list[int], new_tokens: int = 4) -> Request:
-    request = engine.create_request(prompt, greedy(new_tokens), group=group)
+    request = engine.maker.create(prompt, greedy(new_tokens), group=group)
     assert engine.add_request(request)
     return request
 

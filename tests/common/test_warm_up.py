@@ -53,7 +53,7 @@ def test_every_kind_of_pass_runs_before_anyone_asks(model: str, monkeypatch: pyt
 
 def test_a_server_of_few_positions_starts() -> None:
     engine = start("continuous", model="zoo:llama-tiny", max_seq_len=2)
-    assert engine.add_request(engine.create_request([5], greedy(1, ignore_eos=True)))
+    assert engine.add_request(engine.maker.create([5], greedy(1, ignore_eos=True)))
     assert [output.error for output in run(engine)] == [None]
 
 
@@ -69,6 +69,6 @@ def test_no_client_pays_for_a_compilation(phase: str, monkeypatch: pytest.Monkey
     for prompts in ([1], [2], [33], [600], [16] * 8, [1, 300, 5, 64], [7, 100, 17]):
         for prompt in prompts:
             params = greedy(1 + prompt % 5, ignore_eos=True)
-            assert engine.add_request(engine.create_request([5] * prompt, params))
+            assert engine.add_request(engine.maker.create([5] * prompt, params))
         assert not any(output.error for output in run(engine))
     assert late == []

@@ -1,10 +1,9 @@
-"""The engine's thread and the worker that connects it to asyncio, with a real thread and a real event loop."""
+"""`AsyncEngine` with an engine in another thread and a real event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,9 @@ import torch
 
 from common.engine.engine import Engine
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
-from common.hosting.async_engine import EngineWorker
-from common.hosting.thread import EngineThread
+from common.hosting.async_engine import AsyncEngine
+from common.hosting.local import LocalEngine
+from common.hosting.messages import Stepped
 from common.request import Request, StepOutput
 from tests.support.engines import (
     TIMEOUT_S,
@@ -93,24 +93,24 @@ async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate
     assert [len(call.query_lengths) for call in calls] == [1, 1, 2, 2], "two were launched before it came"
 
 
-async def test_a_step_comes_back_in_one_call_to_the_loop(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+async def test_a_step_comes_back_in_one_message(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     async with working(engine_of("continuous", gate)) as worker:
-        loop = asyncio.get_running_loop()
-        calls: list[int] = []
-        original = loop.call_soon_threadsafe
+        counts: list[int] = []
+        take_step = worker._take_step
 
-        def counted(callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "engine":
-                calls.append(len(args[0]))
-            return original(callback, *args, **kwargs)
+        def counted(step: Stepped) -> None:
+            if step.outputs:
+                counts.append(len(step.outputs))
+            take_step(step)
 
-        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        monkeypatch.setattr(worker, "_take_step", counted)
         first = submit(worker, "zero", greedy(1))
         await until(gate.reached.is_set)
-        streams = [submit(worker, str(i), greedy(6)) for i in range(4)]
+        with worker.hold_places(4) as places:
+            streams = places.submit([worker.maker.create(str(i), greedy(6)) for i in range(4)])
         gate.open.set()
         await asyncio.gather(*map(read, [first, *streams]))
-        assert calls == [1] + [4] * 6
+        assert counts == [1] + [4] * 6
 
 
 # ---------------------------------------------------------------------- cancelling
@@ -169,13 +169,13 @@ async def test_places_are_held_and_given_back(phase: str, gate: Gate) -> None:
     engine = engine_of(phase, gate, max_waiting_requests=4, max_batch_size=1)
     async with working(engine) as worker:
         first = submit(worker, "one", greedy(2))
-        await until(gate.reached.is_set)  # the only seat is taken, the queue is empty
+        await until(lambda: gate.reached.is_set() and worker.queue_room() == 4)  # the only seat is taken
         with worker.hold_places(3):
             with pytest.raises(QueueFullError):
                 worker.hold_places(2)
             with worker.hold_places(1), pytest.raises(QueueFullError):
                 worker.hold_places(1)
-        requests = [engine.create_request(str(i), greedy(2)) for i in range(4)]
+        requests = [worker.maker.create(str(i), greedy(2)) for i in range(4)]
         with pytest.raises(QueueFullError):
             worker.hold_places(4)  # several places at once must leave a quarter of the queue free
         with worker.hold_places(3) as places:  # all places were given back
@@ -230,21 +230,20 @@ async def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(p
         await worker.pause()
         assert not engine.runner.in_flight
         told = [stream.received_tokens for stream in streams]
-        assert told == [stream.request.num_generated_tokens for stream in streams], "none is kept back"
-        assert sum(told) == len(tokens(watched))
+        assert sum(told) == len(tokens(watched)), "none is kept back"
         late, left = submit(worker, "late", greedy(3)), submit(worker, "left", greedy(3))
         left.cancel()
         assert (await read(left))[-1].finish_reason == "cancelled"
         calls = len(engine.runner.model.calls)
         await asyncio.sleep(0.05)
         assert [stream.received_tokens for stream in streams] == told
-        assert (len(engine.runner.model.calls), late.request.num_generated_tokens) == (calls, 0)
+        assert (len(engine.runner.model.calls), late.received_tokens) == (calls, 0)
         await worker.pause()  # changes nothing
         await worker.resume()
         for stream in (*streams, late):
-            await read(stream)
+            outputs = await read(stream)
             prompt, count = stream.request.prompt_token_ids, stream.request.params.max_new_tokens
-            assert stream.request.token_ids[len(prompt) :] == continuation(prompt, count)
+            assert tokens(outputs) == continuation(prompt, count)[-len(outputs) :]
         worker.stop_accepting()
         with pytest.raises(ShuttingDownError):
             await worker.pause()
@@ -276,7 +275,7 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
     rng = random.Random(0)
     refused = finished = cancelled = 0
 
-    async def client(worker: EngineWorker, number: int) -> None:
+    async def client(worker: AsyncEngine, number: int) -> None:
         nonlocal refused, finished, cancelled
         for turn in range(12):
             await asyncio.sleep(rng.random() * 0.004)
@@ -291,7 +290,7 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
                 if rng.random() < 0.2:
                     continue
                 prompts = [f"{number} {turn} {i}" for i in range(count)]
-                requests = [engine.create_request(p, greedy(rng.randint(1, 6))) for p in prompts]
+                requests = [worker.maker.create(p, greedy(rng.randint(1, 6))) for p in prompts]
                 streams = places.submit(requests)
             for prompt, stream in zip(prompts, streams, strict=True):
                 if rng.random() < 0.2:
@@ -319,8 +318,8 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
 async def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
     engine = engine_of("continuous", max_waiting_requests=1, max_batch_size=1)
     async with working(engine) as worker:
-        request = engine.create_request("a", greedy(1), "same")
-        twin = engine.create_request("b", greedy(1), "same")
+        request = worker.maker.create("a", greedy(1), "same")
+        twin = worker.maker.create("b", greedy(1), "same")
         with worker.hold_places(2) as places:
             streams = places.submit([request, twin])
         await asyncio.sleep(0)
@@ -345,10 +344,10 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
         first = submit(worker, "one", greedy(2))
         await until(gates[0].reached.is_set)
         with worker.hold_places() as places:
-            (odd,) = places.submit([engine.create_request("two", greedy(2), "odd")])
+            (odd,) = places.submit([worker.maker.create("two", greedy(2), "odd")])
         gates[0].open.set()
         await until(gates[1].reached.is_set)
-        assert isinstance((await read(odd))[-1].error, ValueError)  # while that step is held
+        assert str((await read(odd))[-1].error) == "ValueError: an odd one"  # while that step is held
         gates[1].open.set()
         assert len(await read(first)) == 2
 
@@ -374,7 +373,7 @@ async def test_the_end_does_not_wait_for_a_step_that_hangs(end: str, gate: Gate)
         outputs = await read(stream)
         assert isinstance(outputs[-1].error, ShuttingDownError)
         assert (outputs[-1].prompt_tokens, outputs[-1].completion_tokens) == (3, 0)
-        assert worker.running
+        assert worker.process.running
         gate.open.set()
 
 
@@ -425,7 +424,7 @@ async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
                 drained = asyncio.create_task(worker.drain(0.02))
                 assert isinstance((await read(running))[-1].error, ShuttingDownError)
             with pytest.raises(ShuttingDownError):
-                places.submit([engine.create_request("late", greedy(3))])
+                places.submit([worker.maker.create("late", greedy(3))])
         assert worker._held == 0
         assert drained is None or not await drained
 
@@ -437,7 +436,7 @@ async def test_drain_waits_for_those_who_were_held_a_place() -> None:
             draining = asyncio.create_task(worker.drain(TIMEOUT_S))
             await asyncio.sleep(0.02)
             assert not draining.done()
-            (stream,) = places.submit([engine.create_request("late", greedy(3))])
+            (stream,) = places.submit([worker.maker.create("late", greedy(3))])
         assert len(await read(stream)) == 3
         assert await draining
 
@@ -460,21 +459,20 @@ async def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
             for outputs in await asyncio.gather(*map(read, streams)):
                 assert isinstance(outputs[-1].error, EngineDeadError)
             assert worker.dead is not None
-            assert worker.dead.__cause__ is mistake
             with pytest.raises(EngineDeadError):
                 worker.hold_places()
             # A request that holds a place is answered, too.
-            (late,) = places.submit([engine.create_request("late", greedy(1))])
+            (late,) = places.submit([worker.maker.create("late", greedy(1))])
         assert isinstance((await read(late))[-1].error, EngineDeadError)
         assert await worker.drain(TIMEOUT_S)
 
 
 def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
     engine = engine_of("continuous", gate)
-    workers: list[EngineWorker] = []
+    workers: list[AsyncEngine] = []
 
     async def main() -> None:
-        worker = EngineWorker(EngineThread(lambda: engine))
+        worker = LocalEngine(engine)
         worker.start()
         workers.append(worker)
         submit(worker, "one", greedy(2))
@@ -483,7 +481,7 @@ def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
     asyncio.run(main())
     gate.open.set()
     asyncio.run(asyncio.wait_for(workers[0].stop(), TIMEOUT_S))
-    assert not workers[0].running
+    assert not workers[0].process.running
 
 
 # ---------------------------------------------------------------------- time

@@ -45,7 +45,7 @@ def load(name: str, device: str, dtype: str) -> Loaded:
     package = find_phase("4")
     config = package.Config(model=name, device=device, dtype=dtype, max_seq_len=64, max_batch_size=1)
     engine: Engine = package.build_engine(config)
-    return engine.runner.model, engine.tokenizer
+    return engine.runner.model, engine.maker.tokenizer
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -89,7 +89,7 @@ def orders(vocab_size: int, **values: Any) -> Orders:
 def serve(engine: Engine, given: Orders) -> list[list[StepOutput]]:
     """Serve all requests together. Returns the outputs of each."""
     for number, (prompt, params) in enumerate(given):
-        assert engine.add_request(engine.create_request(prompt, params, str(number)))
+        assert engine.add_request(engine.maker.create(prompt, params, str(number)))
     outputs: list[list[StepOutput]] = [[] for _ in given]
     while engine.has_work:
         for output in engine.step():

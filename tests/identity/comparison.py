@@ -56,7 +56,7 @@ class Subject:
         engine: Engine = find_phase(variant.phase).build_engine(
             config, model=self.model, tokenizer=self.tokenizer
         )
-        engine.grammars = self.grammars  # each grammar is tried once for all engines of a run
+        engine.maker.grammars = self.grammars  # each grammar is tried once for all engines of a run
         return engine
 
     def alone(self, prompt: Sequence[int], params: SamplingParams) -> Solo:
@@ -200,7 +200,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
     while todo or engine.has_work:
         while todo and todo[0][1].step <= step:
             index, arrival = todo.pop(0)
-            assert engine.add_request(engine.create_request(arrival.prompt, arrival.params, str(index)))
+            assert engine.add_request(engine.maker.create(arrival.prompt, arrival.params, str(index)))
         for output in engine.step():
             assert output.error is None, output
             assert output.token_id is not None

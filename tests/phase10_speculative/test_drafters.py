@@ -97,7 +97,7 @@ def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> No
         asking = Request("asking", [9, 2, 3], SamplingParams(), cache_salt=salt)
         return scheduler.new_drafter(asking).propose([9, 2, 3], 2)
 
-    finished = engine.create_request([1, 2, 3, 4, 5], greedy(3), cache_salt="a")
+    finished = engine.maker.create([1, 2, 3, 4, 5], greedy(3), cache_salt="a")
     engine.add_request(finished)
     assert guesses("a") == []
     run(engine)

@@ -181,7 +181,7 @@ def test_a_request_that_can_never_fit_is_refused_at_submit(
     """The pool holds 16 tokens, although `max_seq_len` is 64."""
     engine = engine_of(variant, 4)
     with pytest.raises(InvalidRequestError, match="16") as caught:
-        engine.create_request([3] * prompt, greedy(new))
+        engine.maker.create([3] * prompt, greedy(new))
     assert caught.value.param == param
     largest = add(engine, [3] * 15, greedy(1))
     assert_answered(run(engine), [largest])

@@ -81,7 +81,7 @@ def test_only_the_same_salt_shares() -> None:
     engine = engine_of()
     found = []
     for salt in ("", "", "a", "a", "b"):
-        request = engine.create_request(SYSTEM, greedy(1), cache_salt=salt)
+        request = engine.maker.create(SYSTEM, greedy(1), cache_salt=salt)
         assert engine.add_request(request)
         assert_answered(run(engine), [request])
         found.append(request.cached_tokens)

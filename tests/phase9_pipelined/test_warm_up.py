@@ -48,7 +48,7 @@ def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
         SamplingParams(temperature=0.7, max_new_tokens=8),
         SamplingParams(top_p=0.5, top_k=9, max_new_tokens=8),
     ):
-        assert engine.add_request(engine.create_request([5, 6, 7], params))
+        assert engine.add_request(engine.maker.create([5, 6, 7], params))
     outputs = run(engine)
     assert [output.error for output in outputs if output.finished] == [None] * 3
 
@@ -57,10 +57,10 @@ def test_no_client_waits_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pass_whose_recording_fails_is_computed_without_a_tape() -> None:
     """If a recording fails during a request, its pass is computed without a tape."""
     engine = zoo_engine()
-    plain = engine.create_request(
+    plain = engine.maker.create(
         [5, 6, 7], SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
     )
-    odd = engine.create_request([5, 6, 8], SamplingParams(temperature=0.0, max_new_tokens=12, logprobs=3))
+    odd = engine.maker.create([5, 6, 8], SamplingParams(temperature=0.0, max_new_tokens=12, logprobs=3))
     for each in (plain, odd):
         assert engine.add_request(each)
     with pytest.MonkeyPatch.context() as patch:

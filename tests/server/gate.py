@@ -1,6 +1,6 @@
 """A gate before every forward pass of an engine. Orders open it, close it, or make the passes fail.
 
-An engine in a process of its own reads its orders from a FIFO, into which `gated_server` writes them.
+The engine has a process of its own. It reads its orders from a FIFO, into which `gated_server` writes them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ def after_pass(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logits, torch.nan) if broken == "nan" else logits
 
 
-def build_engine(phase: str, orders: Path | None, config: Any) -> Engine:
-    """Build a phase's engine behind the gate. `orders`: the FIFO, if the engine has a process of its own."""
+def build_engine(phase: str, orders: Path, config: Any) -> Engine:
+    """Build a phase's engine behind the gate. `orders`: the FIFO."""
     engine = find_phase(phase).build_engine(config)
     engine.runner.model.register_forward_pre_hook(before_pass)
     engine.runner.model.register_forward_hook(after_pass)
-    if orders is not None:
-        threading.Thread(target=obey_all, args=(orders,), daemon=True).start()
+    threading.Thread(target=obey_all, args=(orders,), daemon=True).start()
     return engine

@@ -33,15 +33,15 @@ from tests.server.gate import say
 stuck = threading.Event()
 
 
-def obey(orders: Path | None) -> None:
-    """Obey the orders on stdin. Those for an engine in another process go to the FIFO `orders`."""
-    engine = None if orders is None else orders.open("w", buffering=1)
+def obey(orders: Path) -> None:
+    """Obey the orders on stdin. Those for the engine go to the FIFO `orders`."""
+    engine = orders.open("w", buffering=1)
     for line in sys.stdin:
         order = line.strip()
         if order in gate.ORDERS:
             if order == "heal":
                 stuck.clear()
-            gate.obey(order) if engine is None else engine.write(line)
+            engine.write(line)
             continue
         if order == "stick":
             stuck.set()
@@ -73,10 +73,8 @@ def main() -> None:
 
     sockets.bind = bind_with_small_buffers
     logs.PULSE_EVERY_S = 1e6  # tests read every line of the log
-    orders: Path | None = None
-    if options.engine_process == "on":
-        orders = Path(tempfile.mkdtemp(prefix="gate-")) / "orders"
-        os.mkfifo(orders)
+    orders = Path(tempfile.mkdtemp(prefix="gate-")) / "orders"
+    os.mkfifo(orders)
     threading.Thread(target=obey, args=(orders,), daemon=True).start()
     build_engine = functools.partial(gate.build_engine, package.PHASE.slug, orders)
     gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)

@@ -32,8 +32,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from common.engine.engine import Engine
-from common.hosting.async_engine import EngineWorker
-from common.hosting.thread import EngineThread
+from common.hosting.local import LocalEngine
 from common.models.registry import open_checkpoint
 from common.server import run as serve
 from common.server.app import create_app
@@ -409,12 +408,12 @@ class LocalServer(Served):
     ) -> None:
         package = find_phase(phase)
         config = package.Config(device="cpu", dtype="float32", **options)
-        thread = EngineThread(lambda: package.build_engine(config))
-        self.worker, self.engine = EngineWorker(thread), thread.build()
+        self.engine = package.build_engine(config)
+        self.worker = LocalEngine(self.engine)
         self.listener = sockets.bind("127.0.0.1", 0)
         # With a small buffer, a few hundred tokens fill it if a client reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        app = create_app(self.engine, worker=self.worker, body_timeout_s=body_timeout_s)
+        app = create_app(self.worker, body_timeout_s=body_timeout_s)
         self.service: Service = app.state.server
         self.http = serve.Server(
             Config(
@@ -469,8 +468,8 @@ class HeldTokenizer:
     def __init__(self, engine: Engine) -> None:
         self.open = threading.Event()
         self.begun: list[str] = []
-        self._encode = engine.tokenizer.encode
-        engine.tokenizer.encode = self.encode
+        self._encode = engine.maker.tokenizer.encode
+        engine.maker.tokenizer.encode = self.encode
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.begun.append(text)
@@ -503,7 +502,7 @@ class StartedApp:
         self.service: Service = app.state.server
 
     def queue_room(self) -> int:
-        return self.service.worker.queue_room()
+        return self.service.engine.queue_room()
 
     async def complete(self, prompt: Any, left: asyncio.Event | None = None, **fields: Any) -> Answered:
         """Request a completion of two tokens that does not stream."""

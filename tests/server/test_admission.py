@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from common.constrained.grammar import Grammar
-from common.engine.engine import Engine
+from common.hosting.async_engine import RemoteCompiler
 from common.server.api import bodies, intake
 from common.server.api.bodies import Bodies
 from common.server.api.lanes import Lane
@@ -39,18 +39,17 @@ class Held:
 
 
 @pytest.fixture
-def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Held]:
-    """Hold the compilation of an engine's grammars. Grammars that are compiled already are not held."""
+def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Held]:
+    """Hold the compilation of grammars. Grammars that are compiled already are not held."""
 
-    def hold(engine: Engine) -> Held:
-        grammars = engine.grammars
-        ordinary = grammars.new_matcher
+    def hold() -> Held:
+        ordinary = RemoteCompiler.new_matcher
         held = Held(ordinary)
 
-        def new_matcher(grammar: Grammar) -> Any:
-            return (held if grammars.compile_s(grammar) is None else ordinary)(grammar)
+        def new_matcher(grammars: RemoteCompiler, grammar: Grammar) -> Any:
+            return (held if grammars.compile_s(grammar) is None else ordinary)(grammars, grammar)
 
-        monkeypatch.setattr(grammars, "new_matcher", new_matcher)
+        monkeypatch.setattr(RemoteCompiler, "new_matcher", new_matcher)
         return held
 
     return hold
@@ -102,10 +101,10 @@ def constrained(number: int) -> dict[str, Any]:
 
 
 async def test_grammars_that_compile_hold_no_places_and_have_a_quota(
-    hold_grammars: Callable[[Engine], Held],
+    hold_grammars: Callable[[], Held],
 ) -> None:
     engine = build("continuous", max_waiting_requests=4)
-    held = hold_grammars(engine)
+    held = hold_grammars()
     async with started(engine) as app:
         room = app.queue_room()
         slow = [asyncio.create_task(app.complete(f"slow {i}", **constrained(i))) for i in range(8)]
@@ -127,12 +126,12 @@ async def test_grammars_that_compile_hold_no_places_and_have_a_quota(
 
 
 async def test_a_quick_grammar_does_not_wait_for_one_that_compiles(
-    hold_grammars: Callable[[Engine], Held],
+    hold_grammars: Callable[[], Held],
 ) -> None:
     engine = build("continuous")
     async with started(engine) as app:
         assert (await app.complete("first", **constrained(0))).status == 200
-        held = hold_grammars(engine)
+        held = hold_grammars()
         slow = asyncio.create_task(app.complete("slow", **constrained(1)))
         await until(lambda: len(held.calls) == 1)
         assert (await app.complete("again", **constrained(0))).status == 200
@@ -217,11 +216,11 @@ async def test_tokenizing_for_clients_is_bounded_and_delays_no_completion() -> N
 
 async def test_a_text_to_tokenize_has_a_longest_length() -> None:
     engine = build("continuous")
-    limit = intake.MAX_LENGTHS * engine.max_request_tokens
+    limit = intake.MAX_LENGTHS * engine.maker.facts.max_request_tokens
     async with started(engine) as app:
         held = HeldTokenizer(engine)
         held.open.set()
-        least = engine.tokenizer.min_tokens("a" * 1000) / 1000  # tokens per character
+        least = engine.maker.tokenizer.min_tokens("a" * 1000) / 1000  # tokens per character
         beyond = "a" * int((limit + 1) / least + 1)
         for refused in (
             await app.complete(beyond, truncate_prompt_tokens=4),
@@ -230,7 +229,7 @@ async def test_a_text_to_tokenize_has_a_longest_length() -> None:
             assert refused.refusal == (422, "invalid_value")
             assert f"at most {limit}" in refused.json()["error"]["message"]
         assert not held.begun
-        taken = await app.complete("ab" * engine.max_request_tokens, truncate_prompt_tokens=4)
+        taken = await app.complete("ab" * engine.maker.facts.max_request_tokens, truncate_prompt_tokens=4)
         assert taken.json()["usage"]["prompt_tokens"] == 4
 
 
@@ -336,10 +335,10 @@ async def test_log_probabilities_of_a_prompt_are_bounded(monkeypatch: pytest.Mon
 
 
 async def test_the_request_timeout_starts_at_arrival(
-    hold_grammars: Callable[[Engine], Held],
+    hold_grammars: Callable[[], Held],
 ) -> None:
     engine = build("continuous", request_timeout=0.2)
-    held = hold_grammars(engine)
+    held = hold_grammars()
     async with started(engine) as app:
         late = await app.complete("late", **constrained(0))
         assert late.refusal == (504, "request_timeout")

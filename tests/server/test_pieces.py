@@ -144,7 +144,7 @@ async def test_outputs_that_arrive_together_are_read_together() -> None:
     async with working(build("chunked", clock=time.monotonic)) as worker:
         tasks = asyncio.all_tasks()
         with worker.hold_places(3) as places:
-            requests = [worker.engine.create_request(prompt, greedy(5)) for prompt in ("one", "two", "six")]
+            requests = [worker.maker.create(prompt, greedy(5)) for prompt in ("one", "two", "six")]
             streams = places.submit(requests)
         lists = [arrived async for arrived in arriving(streams)]
         assert asyncio.all_tasks() == tasks, "reading needs no tasks of its own"

@@ -40,11 +40,11 @@ async def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
 
     monkeypatch.setattr(engine, "step", held_step)
     async with working(engine) as worker:
-        beating = asyncio.create_task(Pulse(engine, worker).run())
+        beating = asyncio.create_task(Pulse(worker).run())
         await asyncio.sleep(0.05)
         assert not lines(caplog)
         with worker.hold_places(2) as places:  # both at once, so that they are in the same steps
-            streams = places.submit([engine.create_request(prompt, greedy(8)) for prompt in ("one", "two")])
+            streams = places.submit([worker.maker.create(prompt, greedy(8)) for prompt in ("one", "two")])
         await until(held.is_set)
         before = len(lines(caplog))
         await until(lambda: len(lines(caplog)) > before + 1)
@@ -79,7 +79,7 @@ async def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: p
         kept = objects[::500]
         full = process.memory_info().rss
         del objects
-        beating = asyncio.create_task(Pulse(engine, worker).run())
+        beating = asyncio.create_task(Pulse(worker).run())
         await until(lambda: full - process.memory_info().rss > FREED_MB * 1e6 / 2)
         assert kept[-1] == bytes(1000)
         beating.cancel()

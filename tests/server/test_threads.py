@@ -79,7 +79,7 @@ def build_engine(config):
 package = serve.find_phase("phase4_static")
 own = types.SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
 serve.find_phase = lambda name: own
-serve.main("phase4_static", ["--port", "0", "--engine-process", "off"])
+serve.main("phase4_static", ["--port", "0"])
 """
 
 

@@ -1,7 +1,4 @@
-"""The engine's own process: answers are those of one process, and if either process ends, both end cleanly.
-
-With `INFER_ENGINE_PROCESS=off` in the environment, other tests start their servers in one process.
-"""
+"""The engine's own process: answers are those of the engine alone, and if either process ends, both end cleanly."""
 
 from __future__ import annotations
 
@@ -25,8 +22,11 @@ import pytest
 
 from common.constrained.grammar import Grammar, Matcher
 from common.errors import StartupError
+from common.hosting.async_engine import AsyncEngine
 from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
+from common.llm import LLM
+from common.request import SamplingParams
 from common.startup.phases import find_phase
 from tests.server.support import (
     BATCH,
@@ -43,8 +43,6 @@ from tests.server.support import (
     slow_but_on,
 )
 
-ON = ("--engine-process", "on")  # whatever the environment says
-
 SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 79_999}}}
 MOST_COMPILING = 8  # requests whose grammars are compiled or wait for it
 
@@ -55,9 +53,7 @@ def engine_of(server: int) -> psutil.Process:
 
     def has_started() -> bool:
         found[:] = [
-            child
-            for child in psutil.Process(server).children()
-            if "hosting.child" in " ".join(child.cmdline())
+            child for child in psutil.Process(server).children() if "spawn_main" in " ".join(child.cmdline())
         ]
         return len(found) == 1
 
@@ -91,7 +87,7 @@ def start_split(phase: str, *flags: str) -> ServerProcess:
     """A gated server whose engine has a process of its own."""
     limits = "--max-batch-size", str(BATCH), "--max-waiting-requests", str(QUEUE)
     return ServerProcess(
-        phase, *ON, *limits, *called_from_python(phase), *flags, module="tests.server.gated_server"
+        phase, *limits, *called_from_python(phase), *flags, module="tests.server.gated_server"
     )
 
 
@@ -118,40 +114,43 @@ def mortal_split(phase: str) -> Iterator[ServerProcess]:
 
 # ---------------------------------------------------------------------- answers
 
-REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {"max_tokens": 40},
-    "seeded": {"max_tokens": 40, "temperature": 1, "seed": 5, "top_p": 0.9, "n": 2},
-    "scored": {"max_tokens": 6, "logprobs": 3, "echo": True},
-    "penalized": {"max_tokens": 30, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-    "stopped": {"max_tokens": 60, "stop": ["the", "and"]},
-    "stopped, stop string included": {"max_tokens": 60, "stop": ["the"], "include_stop_str_in_output": True},
-    "by a grammar": {"max_tokens": 30, "structured_outputs": {"regex": "[a-z]{3,8} [0-9]{2}"}},
-    "without bad words": {"max_tokens": 30, "bad_words": ["the", "was"]},
-    "by a grammar, EOS ignored": {
-        "max_tokens": 12,
-        "ignore_eos": True,
-        "structured_outputs": {"regex": "[a-z ]+"},
-    },
-}
+#: Requests, as fields of a body and as parameters of an engine.
+REQUESTS: list[tuple[dict[str, Any], SamplingParams]] = [
+    ({"max_tokens": 40}, SamplingParams(max_new_tokens=40, temperature=0)),
+    (
+        {"max_tokens": 40, "temperature": 1, "seed": 5, "top_p": 0.9},
+        SamplingParams(max_new_tokens=40, seed=5, top_p=0.9),
+    ),
+    (
+        {"max_tokens": 30, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        SamplingParams(max_new_tokens=30, temperature=0, repetition_penalty=1.3, presence_penalty=0.5),
+    ),
+    (
+        {"max_tokens": 60, "stop": ["the"], "include_stop_str_in_output": True},
+        SamplingParams(max_new_tokens=60, temperature=0, stop=("the",), include_stop_str_in_output=True),
+    ),
+    (
+        {"max_tokens": 12, "ignore_eos": True, "structured_outputs": {"regex": "[a-z ]+"}},
+        SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True, grammar=Grammar.regex("[a-z ]+")),
+    ),
+    (
+        {"max_tokens": 30, "bad_words": ["the", "was"], "min_tokens": 5},
+        SamplingParams(max_new_tokens=30, temperature=0, bad_words=("the", "was"), min_tokens=5),
+    ),
+]
 
 
-def test_answers_are_those_of_one_process(phase: str) -> None:
-    found: dict[str, list[Any]] = {}
-    for form in ("on", "off"):
-        with ServerProcess(phase, "--engine-process", form) as server:
-            alone = [server.complete(**fields) for fields in REQUESTS.values()]
-            unseeded = server.complete(temperature=1, max_tokens=30)
-            together = [
-                each.result(HANG_S)
-                for each in in_background(
-                    len(REQUESTS), lambda number: post(server, **list(REQUESTS.values())[number]).json()
-                )
-            ]
-            found[form] = [
-                (answer["choices"], answer["usage"]["completion_tokens"])
-                for answer in (*alone, unseeded, *together)
-            ]
-    assert found["on"] == found["off"]
+def test_answers_are_those_of_an_engine_without_a_server(split: ServerProcess, phase: str) -> None:
+    llm = LLM("zoo:llama-tiny", phase=phase, device="cpu", dtype="float32")
+    prompt = "Once upon a time"
+    expected = llm.generate([prompt] * len(REQUESTS), [params for _, params in REQUESTS], progress=False)
+    answers = in_background(
+        len(REQUESTS), lambda number: post(split, prompt=prompt, **REQUESTS[number][0]).json()
+    )
+    for answer, completion in zip(answers, expected, strict=True):
+        (choice,) = answer.result(HANG_S)["choices"]
+        assert choice["text"] == completion.text
+        assert answer.result()["usage"]["completion_tokens"] == completion.completion_tokens
 
 
 def test_a_stop_string_ends_the_request_in_the_engine(split: ServerProcess) -> None:
@@ -168,7 +167,7 @@ def test_a_stop_string_ends_the_request_in_the_engine(split: ServerProcess) -> N
 # ---------------------------------------------------------------------- load
 
 
-def test_the_front_answers_while_a_pass_runs_and_counts_as_one_process_does(split: ServerProcess) -> None:
+def test_the_front_answers_and_counts_while_a_pass_runs(split: ServerProcess) -> None:
     batch = hold_a_full_batch(split)
     for path in ("/health", "/ready", "/version", "/metrics", "/telemetry", "/v1/models"):
         assert split.client.get(path).status_code == 200
@@ -219,16 +218,15 @@ def count_matchers(_: EngineCalls) -> int:
 async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
     package = find_phase("phase5_continuous")
     config = package.Config(device="cpu", dtype="float32")
-    host = EngineProcess(functools.partial(package.build_engine, config), gc.enable)
-    engine = host.build()
-    host.start(lambda _: None, lambda _: None)
+    engine = AsyncEngine(EngineProcess(functools.partial(package.build_engine, config), gc.enable))
+    engine.build()
+    engine.start()
     try:
         for _ in range(20):
-            await asyncio.to_thread(engine.new_matcher, Grammar.regex("[ab]"))
-        assert await asyncio.wrap_future(host.call(count_matchers)) < 5
+            await asyncio.to_thread(engine.maker.grammars.new_matcher, Grammar.regex("[ab]"))
+        assert await asyncio.wrap_future(engine.call(count_matchers)) < 5
     finally:
-        host.stop()
-        await asyncio.to_thread(host.join)
+        await engine.stop()
 
 
 # ---------------------------------------------------------------------- steps that are watched
@@ -332,7 +330,7 @@ def test_a_killed_front_leaves_no_engine_behind(mortal_split: ServerProcess, com
 
 def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
     """A terminal sends SIGINT to every process of the command. Both end without an error."""
-    command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu", *ON]
+    command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
         log = []
@@ -348,7 +346,7 @@ def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
-    command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu", *ON]
+    command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         engine = engine_of(process.pid)
         os.killpg(process.pid, signal.SIGINT)

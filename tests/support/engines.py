@@ -26,8 +26,8 @@ from common.constrained.grammar import GrammarCompiler
 from common.engine.engine import Engine
 from common.engine.reference import generate
 from common.engine.scheduling import Scheduler
-from common.hosting.async_engine import EngineWorker, RequestStream
-from common.hosting.thread import EngineThread
+from common.hosting.async_engine import AsyncEngine, RequestStream
+from common.hosting.local import LocalEngine
 from common.kv import KVPool, KVShape, KVView
 from common.llm import LLM
 from common.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -185,7 +185,7 @@ class RememberingModel:
     dtype = weight_dtype = torch.float32
     device = CPU
     max_positions = 1024
-    is_packed = False
+    is_packed = batch_invariant = False
 
     def __call__(self, batch: TokenBatch, view: KVView) -> Tensor:
         assert self.pool is not None
@@ -248,7 +248,7 @@ def _grammars() -> GrammarCompiler:
 def build_constrained(phase: str, model: Any = None, **options: Any) -> Engine:
     """Build an engine as `build` does. All these engines have one compiler, which tries each grammar once."""
     engine = build(phase, model, **options)
-    engine.grammars = _grammars()
+    engine.maker.grammars = _grammars()
     return engine
 
 
@@ -259,7 +259,7 @@ def add(
     request_id: str | None = None,
 ) -> Request:
     """Queue a request. Of a text, each byte is a token."""
-    request = engine.create_request(prompt, params, request_id)
+    request = engine.maker.create(prompt, params, request_id)
     assert engine.add_request(request)
     return request
 
@@ -511,21 +511,21 @@ class Gate:
 
 
 @contextlib.asynccontextmanager
-async def working(engine: Engine) -> AsyncIterator[EngineWorker]:
-    """Start a worker for the block, and stop it at the end, also after an error."""
-    worker = EngineWorker(EngineThread(lambda: engine))
+async def working(engine: Engine) -> AsyncIterator[LocalEngine]:
+    """Serve an engine on the event loop for the block, and stop it at the end, also after an error."""
+    worker = LocalEngine(engine)
     worker.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield worker
     finally:
         await worker.stop()
-    assert not worker.running
+    assert not worker.process.running
 
 
-def submit(worker: EngineWorker, prompt: str, params: SamplingParams) -> RequestStream:
+def submit(worker: AsyncEngine, prompt: str, params: SamplingParams) -> RequestStream:
     with worker.hold_places() as places:
-        return places.submit([worker.engine.create_request(prompt, params)])[0]
+        return places.submit([worker.maker.create(prompt, params)])[0]
 
 
 async def read(stream: RequestStream) -> list[StepOutput]:

@@ -58,7 +58,7 @@ class Traffic:
         self.operations += 1
         params: SamplingParams = greedy(min(new_tokens, MAX_SEQ_LEN - prompt_tokens))
         priority = self.priorities[self.operations % len(self.priorities)]
-        request = self.engine.create_request([first] + [7] * (prompt_tokens - 1), params, priority=priority)
+        request = self.engine.maker.create([first] + [7] * (prompt_tokens - 1), params, priority=priority)
         room = self.engine.scheduler.queue_room()
         accepted = self.engine.add_request(request)
         assert accepted == (room > 0)

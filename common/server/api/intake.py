@@ -12,7 +12,7 @@ body ──> validated ──> grammar compiled ──> places in the queue ─�
 The steps outside of the event loop each have a lane (`lanes`), which bounds their work. The routes that count or
 convert tokens have one, too: 1 thread, 16 requests.
 
-Requests for text hold places in the engine's queue (`EngineWorker.hold_places`) while they are tokenized. They hold
+Requests for text hold places in the engine's queue (`AsyncEngine.hold_places`) while they are tokenized. They hold
 none while their body is validated or a slow grammar compiled: a place is for a request that will soon be computed.
 """
 
@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from common.constrained.grammar import Grammar, Matcher
-from common.engine.requests import EngineFront
+from common.engine.requests import Handling
 from common.errors import InvalidGrammarError, InvalidRequestError, RequestTimeoutError
-from common.hosting.async_engine import EngineWorker, RequestStream
+from common.hosting.async_engine import AsyncEngine, RequestStream
 from common.request import Request as EngineRequest
 from common.request import SamplingParams
 from common.server.api.bodies import REFERENCES, BodyT, Limits, parse, refuse_too_many_values
@@ -62,14 +62,12 @@ class Intake:
 
     def __init__(
         self,
-        engine: EngineFront,
-        worker: EngineWorker,
+        engine: AsyncEngine,
         admission: Admission,
         limits: Limits,
         dialect: Dialect,
     ) -> None:
         self._engine = engine
-        self._worker = worker
         self._admission = admission
         self._limits = limits
         self._dialect = dialect
@@ -119,7 +117,7 @@ class Intake:
             InvalidRequestError: the engine can never serve the request.
             RequestTimeoutError: the time that a request may take was over before it was submitted.
         """
-        timeout_s = self._engine.config.request_timeout
+        timeout_s = self._engine.facts.config.request_timeout
         left_s = None if timeout_s is None else arrived_s + timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(left_s):
@@ -136,7 +134,7 @@ class Intake:
         try:
             field, grammar = await self._grammar(wanted) or ("", None)
             matchers = await self._compile(grammar, choices)
-            with self._worker.hold_places(choices) as places:
+            with self._engine.hold_places(choices) as places:
                 requests = await self._admission.tokenizing.run(
                     functools.partial(self._make_requests, wanted, answer_id, arrived_s, grammar, matchers)
                 )
@@ -153,14 +151,14 @@ class Intake:
         """
         if not isinstance(wanted, ConversationRequest):
             return wanted.named_grammar
-        grammars, use = self._engine.grammars, wanted.tool_use
+        grammars, use = self._engine.maker.grammars, wanted.tool_use
         if use is None or not use.followed:
             return wanted.grammar_in(self._dialect)
         with contextlib.suppress(InvalidGrammarError):
             named = wanted.grammar_in(self._dialect)
             if named is None or grammars.accepts(named[1]):
                 return named
-        self._worker.check_room(wanted.choices_per_prompt)
+        self._engine.check_room(wanted.choices_per_prompt)
         return await self._admission.compiling.run(
             functools.partial(wanted.usable_grammar, self._dialect, grammars.check)
         )
@@ -173,13 +171,13 @@ class Intake:
         """
         if grammar is None:
             return [None] * choices
-        compile_s = self._engine.grammars.compile_s(grammar)
+        compile_s = self._engine.maker.grammars.compile_s(grammar)
         if compile_s is not None and compile_s * choices <= QUICK_COMPILE_S:
             return [None] * choices
-        self._worker.check_room(choices)  # nothing is compiled for a request that the queue would refuse
+        self._engine.check_room(choices)  # nothing is compiled for a request that the queue would refuse
 
         def compile_all() -> Sequence[Matcher | None]:
-            return [self._engine.new_matcher(grammar) for _ in range(choices)]
+            return [self._engine.maker.grammars.new_matcher(grammar) for _ in range(choices)]
 
         return await self._admission.compiling.run(compile_all)
 
@@ -205,9 +203,9 @@ class Intake:
             InvalidRequestError: the text surely has over `MAX_LENGTHS` times the longest request's tokens. Nothing
                 was tokenized.
         """
-        tokenizer = self._engine.tokenizer
+        tokenizer = self._engine.maker.tokenizer
         at_least = tokenizer.min_tokens(text)
-        limit = MAX_LENGTHS * self._engine.max_request_tokens
+        limit = MAX_LENGTHS * self._engine.facts.max_request_tokens
         if at_least > limit:
             raise InvalidRequestError(
                 f"the text has at least {at_least} tokens; at most {limit} are tokenized in one request",
@@ -227,7 +225,13 @@ class Intake:
     ) -> list[EngineRequest]:
         requests: list[EngineRequest] = []
         defaults = self._defaults(wanted, grammar)
-        prediction = self._tokenize_prediction(wanted.predicted_text)
+        handling = Handling(
+            cache_salt=wanted.cache_salt or "",
+            group=answer_id,
+            priority=wanted.priority or 0,
+            prediction=self._tokenize_prediction(wanted.predicted_text),
+            arrived_s=arrived_s,
+        )
         scored = 0  # prompt tokens of all choices so far
         try:
             for prompt in wanted.prompts(self._dialect):
@@ -236,16 +240,12 @@ class Intake:
                 _check_prompt_logprobs(wanted, scored)
                 max_new_tokens = self._max_new_tokens(wanted, len(token_ids))
                 requests += [
-                    self._engine.create_request(
+                    self._engine.maker.create(
                         token_ids,
                         wanted.sampling_params(choice, max_new_tokens, defaults),
                         f"{answer_id}-{len(requests) + choice}",
-                        cache_salt=wanted.cache_salt or "",
-                        group=answer_id,
-                        arrived_s=arrived_s,
-                        matcher=matchers[len(requests) + choice],
-                        prediction=prediction,
-                        priority=wanted.priority or 0,
+                        handling,
+                        matchers[len(requests) + choice],
                     )
                     for choice in range(wanted.choices_per_prompt)
                 ]
@@ -261,9 +261,9 @@ class Intake:
         tokens stay in the text.
         """
         reads_markers = wanted.tool_use is not None or (wanted.has_parts and self._dialect.thinks)
-        markers = self._engine.tokenizer.special_ids.intersection(self._dialect.special.values())
+        markers = self._engine.maker.tokenizer.special_ids.intersection(self._dialect.special.values())
         return dataclasses.replace(
-            self._engine.default_params,
+            self._engine.facts.default_params,
             grammar=grammar,
             skip_special_tokens=not (reads_markers and markers),
         )
@@ -272,18 +272,18 @@ class Intake:
         """Return the token ids of a predicted text, at most as many as the longest request may have."""
         if not text:
             return ()
-        most = self._engine.max_request_tokens
+        most = self._engine.facts.max_request_tokens
         beginning = text[: CHARACTERS_A_TOKEN * most]
-        return self._engine.tokenizer.encode(beginning, add_special_tokens=False)[:most]
+        return self._engine.maker.tokenizer.encode(beginning, add_special_tokens=False)[:most]
 
     def _tokenize(self, prompt: str | Sequence[int], wanted: GenerationRequest) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return wanted.truncated(prompt, self._engine.max_request_tokens)
+            return wanted.truncated(prompt, self._engine.facts.max_request_tokens)
         if wanted.kept_prompt_tokens is not None:
             token_ids = self.encode(prompt, add_special_tokens=wanted.adds_special_tokens)
-            return wanted.truncated(token_ids, self._engine.max_request_tokens)
+            return wanted.truncated(token_ids, self._engine.facts.max_request_tokens)
         at_least = 1 if wanted.cuts_max_tokens else wanted.max_new_tokens or 1
-        return self._engine.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
+        return self._engine.maker.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
         """Return the most new tokens of a choice: the requested number, which some bodies cut to those that fit
@@ -297,13 +297,13 @@ class Intake:
         """
         if wanted.max_new_tokens is not None and not wanted.cuts_max_tokens:
             return wanted.max_new_tokens
-        room = self._engine.max_request_tokens - prompt_tokens
+        room = self._engine.facts.max_request_tokens - prompt_tokens
         if 0 < room < (wanted.min_tokens or 0):
             raise InvalidRequestError(
                 f"min_tokens: {wanted.min_tokens} do not fit behind a prompt of {prompt_tokens} tokens",
                 param="min_tokens",
             )
-        # If no token fits, `create_request` refuses the prompt for its length. Parameters must be valid until then.
+        # If no token fits, `RequestMaker.create` refuses the prompt. Parameters must be valid until then.
         most = wanted.max_new_tokens or wanted.default_new_tokens or room
         return max(min(room, most), wanted.min_tokens or 1)
 

@@ -82,10 +82,10 @@ async def tokenize(request: Request, service: Served, wanted: TokenizeRequest) -
     def convert() -> Tokens:
         text = wanted.text(service.dialect)
         tokens = service.intake.encode(text, add_special_tokens=wanted.adds_special_tokens)
-        spelled = service.engine.tokenizer.spelled
+        spelled = service.engine.maker.tokenizer.spelled
         return {
             "count": len(tokens),
-            "max_model_len": service.engine.max_seq_len,
+            "max_model_len": service.engine.facts.max_seq_len,
             "tokens": tokens,
             "token_strs": [spelled(token) for token in tokens] if wanted.return_token_strs else None,
         }
@@ -99,7 +99,7 @@ async def detokenize(request: Request, service: Served, wanted: DetokenizeReques
     """Return the text of token ids, special tokens included."""
 
     def convert() -> Text:
-        return {"prompt": service.engine.tokenizer.decode(wanted.tokens, skip_special_tokens=False)}
+        return {"prompt": service.engine.maker.tokenizer.decode(wanted.tokens, skip_special_tokens=False)}
 
     work = service.admission.converting.run(convert)
     return json_response(await while_connected(request.receive, work))

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from common.errors import ShuttingDownError
-from common.hosting.async_engine import EngineWorker
+from common.hosting.async_engine import AsyncEngine
 from common.hosting.calls import EngineCalls
 from common.observing.frames import Frame, Header, header
 from common.server.api.shapes import event
@@ -104,15 +104,15 @@ class Viewer:
 class LiveView:
     """The viewers of one server. The engine makes frames while there is a viewer. Used on the event loop only."""
 
-    def __init__(self, worker: EngineWorker) -> None:
-        self._worker = worker
-        worker.on_frame = self.publish
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        engine.on_frame = self.publish
         self._viewers: list[Viewer] = []
         self._ticking: asyncio.Task[None] | None = None
 
     @property
     def header(self) -> Header:
-        return header(self._worker.engine)
+        return header(self._engine.facts)
 
     def open(self) -> Viewer:
         """Return a new viewer. Call its `close` when its stream has ended.
@@ -162,7 +162,7 @@ class LiveView:
     def _ask(self, call: Callable[[EngineCalls], None]) -> None:
         """Call a method of `EngineCalls` in the engine's thread. Does nothing if that thread is ending."""
         with contextlib.suppress(ShuttingDownError):
-            self._worker.call(call)
+            self._engine.call(call)
 
     async def _tick(self) -> None:
         """Every `TICK_S` seconds, have a frame of the latest step made if the step has none.
@@ -177,14 +177,14 @@ class LiveView:
                 self._ask(EngineCalls.catch_up)
 
     def _is_over(self) -> bool:
-        return self._worker.draining or self._worker.dead is not None
+        return self._engine.draining or self._engine.dead is not None
 
 
 class Recordings:
     """The traces that clients are recording (`GET /trace`), at most `MAX_RECORDINGS` at a time."""
 
-    def __init__(self, worker: EngineWorker) -> None:
-        self._worker = worker
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
         self._numbers = itertools.count()
         self._running = 0
 
@@ -194,9 +194,9 @@ class Recordings:
         Raises:
             ApiError: 503, too many recordings run, the server is shutting down, or its engine is dead.
         """
-        if self._worker.dead is not None:
-            raise from_exception(self._worker.dead)
-        if self._worker.draining:
+        if self._engine.dead is not None:
+            raise from_exception(self._engine.dead)
+        if self._engine.draining:
             raise from_exception(ShuttingDownError("draining: the server is shutting down"))
         if self._running >= MAX_RECORDINGS:
             raise unavailable(
@@ -210,20 +210,20 @@ class Recordings:
 
         Ends early if the server shuts down, or if the client is so slow that the recording's buffer is full.
         """
-        worker, clock, number = self._worker, asyncio.get_running_loop().time, next(self._numbers)
+        engine, clock, number = self._engine, asyncio.get_running_loop().time, next(self._numbers)
         self._running += 1
         try:
-            await asyncio.wrap_future(worker.call(EngineCalls.start_trace, number))
+            await asyncio.wrap_future(engine.call(EngineCalls.start_trace, number))
             until_s, closed = clock() + seconds, False
-            while (left_s := until_s - clock()) > 0 and not closed and not worker.draining:
+            while (left_s := until_s - clock()) > 0 and not closed and not engine.draining:
                 await asyncio.sleep(min(left_s, FETCH_S))
-                piece, closed = await asyncio.wrap_future(worker.call(EngineCalls.fetch_trace, number))
+                piece, closed = await asyncio.wrap_future(engine.call(EngineCalls.fetch_trace, number))
                 yield piece
-            yield await asyncio.wrap_future(worker.call(EngineCalls.stop_trace, number))
+            yield await asyncio.wrap_future(engine.call(EngineCalls.stop_trace, number))
         finally:
             # A recording that is about to start is stopped, too: calls run in order.
             self._running -= 1
             with contextlib.suppress(
                 ShuttingDownError
             ):  # the engine's thread ends, and its recordings with it
-                worker.call(EngineCalls.stop_trace, number)
+                engine.call(EngineCalls.stop_trace, number)

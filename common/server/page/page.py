@@ -10,7 +10,7 @@ import html
 from importlib import resources
 from string import Template
 
-from common.engine.requests import EngineFront
+from common.hosting.async_engine import AsyncEngine
 
 #: Headers that restrict the page to its own script and style, and to this server. No other page may show it in a
 #: frame, where a user's clicks could be stolen.
@@ -45,22 +45,23 @@ COMPLETION = {
 }
 
 
-def render_page(engine: EngineFront, model_name: str, *, live_view: bool) -> str:
+def render_page(engine: AsyncEngine, model_name: str, *, live_view: bool) -> str:
     """Return the HTML of the page, for an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("chat_page/page.html"))
-    most_tokens = engine.max_seq_len - 1
-    at_once = conversations_at_once(engine.config.max_batch_size, engine.config.max_waiting_requests)
-    defaults = engine.default_params
-    words = COMPLETION if engine.tokenizer.chat_template is None else CHAT
-    tells_stories = words is CHAT and engine.config.model.startswith("zoo:")
+    facts = engine.facts
+    most_tokens = facts.max_seq_len - 1
+    at_once = conversations_at_once(facts.config.max_batch_size, facts.config.max_waiting_requests)
+    defaults = facts.default_params
+    words = COMPLETION if engine.maker.tokenizer.chat_template is None else CHAT
+    tells_stories = words is CHAT and facts.config.model.startswith("zoo:")
     values = {
-        "number": engine.phase.number,
-        "title": engine.phase.title.lower(),
-        "idea": engine.phase.idea,
+        "number": facts.phase.number,
+        "title": facts.phase.title.lower(),
+        "idea": facts.phase.idea,
         "model": model_name,
-        "max_seq_len": engine.max_seq_len,
+        "max_seq_len": facts.max_seq_len,
         "most_tokens": most_tokens,
-        "max_tokens": max(1, min(MOST_TOKENS, engine.max_seq_len // 2)),
+        "max_tokens": max(1, min(MOST_TOKENS, facts.max_seq_len // 2)),
         "default_temperature": defaults.temperature,
         "default_top_p": defaults.top_p,
         "starters": "stories" if tells_stories else words["mode"],
