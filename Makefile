@@ -7,7 +7,7 @@
 #                        names an interpreter); `make gpu-attention OUT=DIR` runs one part
 #   make test            the ordinary test suite (ARGS=--order-seed=5 runs it in a random order)
 #   make test-slow       the tests that take longer
-#   make test-forms      ordinary tests in other forms: without native kernels, and with the engine in its own process
+#   make test-forms      ordinary tests without native kernels
 #   make test-browser    the server's page and the site in chromium, which must be on the machine
 #   make test-clients    real clients against every server; installs them into .clients/ (from pip's index, and npm's)
 #   make test-checkpoints   real models against transformers; downloads them (330 MB) to the user's cache folder
@@ -108,15 +108,9 @@ test: .venv/full
 test-slow: .venv/full plots
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'slow and not gpu and not browser and not checkpoints and not cluster' $(ARGS)
 
-# The tests of the server whose requests reach the engine.
-WITH_ENGINE := access admission chat completions constrained failures lifecycle limits live_view log metrics operating prediction \
-  prompts_shown reasoning responses sampling_fields tokens tools tracing
-
-# First as on a machine without a compiler: what the ordinary suite asks of models, of the torch references. Then the
-# server's tests with the engine in the server's process.
+# As on a machine without a compiler: what the ordinary suite asks of models, of the torch references.
 test-forms: .venv/full
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
-	INFER_ENGINE_PROCESS=off OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal $(WITH_ENGINE:%=tests/server/test_%.py)
 
 # Needs chromium on the machine.
 test-browser: .venv/full plots

@@ -173,7 +173,7 @@ def copy_target(text: str, setup: Setup) -> Target:
     phase = phase_target(name, setup)
     if not (folder and Path(folder).is_dir()):
         raise StartupError(f"--copy {text}: expected PHASE=FOLDER, such as 5=learn/phase5")
-    program = (sys.executable, "-m", "tutor.overlay", folder, find_phase_module(name))
+    program = (sys.executable, "-m", "tutor.overlay", folder, "tutor.serving", find_phase_module(name))
     return replace(phase, label=f"your {phase.label}", order=phase.order + 0.5, module=None, program=program)
 
 

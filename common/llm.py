@@ -21,8 +21,6 @@ from common.startup.phases import PhasePackage, find_phase, phase_names
 from common.text.chat_template import BREAK
 from common.text.conversation import Message
 
-PAUSED_S = 0.01  # between two looks at an engine that another thread has paused
-
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
 
@@ -109,8 +107,6 @@ class LLM:
             ValueError: the numbers of params and of prompts differ.
             RuntimeError: the engine is paused, or has ended (`EngineDeadError`).
         """
-        if self.engine.paused:
-            raise RuntimeError("the engine is paused: call llm.engine.resume() first")
         prompts = _listed(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params] * len(prompts)
@@ -196,22 +192,21 @@ class LLM:
             task = bar.add_task("", total=len(requests))
             pending = deque(requests)
             while pending or self.engine.has_work:
-                self._feed(pending)
+                if self.engine.paused:
+                    raise RuntimeError("the engine is paused: call llm.engine.resume() first")
+                while pending and self.engine.add_request(pending[0]):
+                    pending.popleft()
                 self._wait()
                 for output in self.engine.step():
                     by_id[output.request_id].add(output)
                     if output.finished:
                         bar.advance(task)
 
-    def _feed(self, pending: deque[Request]) -> None:
-        while pending and self.engine.add_request(pending[0]):
-            pending.popleft()
-
     def _wait(self) -> None:
-        """Sleep until the engine's next step is due (in phase 4, a batch waits a moment to fill). Sleep for
-        `PAUSED_S` if another thread has paused the engine: it resumes at an unknown time."""
-        wake = None if self.engine.paused else self.engine.next_wake()
-        time.sleep(PAUSED_S if wake is None else max(0.0, wake - self.engine.clock()))
+        """Sleep until the engine's next step is due: in phase 4, a batch waits a moment to fill."""
+        wake = self.engine.next_wake()
+        if wake is not None:
+            time.sleep(max(0.0, wake - self.engine.clock()))
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

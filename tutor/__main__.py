@@ -61,7 +61,7 @@ def serve(exercise: Exercise, more: Sequence[str]) -> int:
     """Serve the copy. Further options are the server's."""
     tree = exercise.written_tree()
     print(f"serving {shown(tree)}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "tutor.overlay", str(tree), exercise.serves, *more]
+    command = [sys.executable, "-m", "tutor.overlay", str(tree), "tutor.serving", exercise.serves, *more]
     os.execve(sys.executable, command, os.environ | dict(exercise.environment))
 
 

@@ -4,7 +4,7 @@
 learner's folder does not have is the project's.
 
 ```sh
-python -m tutor.overlay learn/phase5 phase5_continuous --port 8000
+python -m tutor.overlay learn/phase5 tutor.serving phase5_continuous --port 8000
 ```
 
 Nothing is imported from the project here, because a module that is imported already cannot be replaced.
@@ -181,7 +181,6 @@ def main(arguments: Sequence[str]) -> int:
     """
     tree, module, *rest = arguments
     install(Path(tree).resolve())
-    os.environ["INFER_ENGINE_PROCESS"] = "off"  # an engine's own process would import the project's files
     sys.argv = [module, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

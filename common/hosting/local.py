@@ -1,4 +1,4 @@
-"""A ready engine in this process, for tests and notebooks, which look into the engine or change it."""
+"""An engine in this process, for tests, notebooks and the tutor, which look into the engine or change it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,29 @@ from common.hosting.child import EngineLoop
 from common.hosting.process import SPAWN, EngineProcess
 
 
+class EngineThread(EngineProcess):
+    """An `EngineProcess` with a thread of this process instead of a process. The same messages go to and fro. An
+    error of building the engine is raised as it is."""
+
+    def _launch(self) -> tuple[BaseProcess, Connection]:
+        make_engine, _ = self._work
+        ours, theirs = SPAWN.Pipe()
+        thread = _Thread(EngineLoop(theirs, make_engine()), theirs)
+        thread.start()
+        return cast(BaseProcess, thread), ours
+
+
 class LocalEngine(AsyncEngine):
-    """An `AsyncEngine` that is built, around an engine of this process. The same messages go to and fro; only, the
-    engine's end of the connection is in a thread."""
+    """An `AsyncEngine` around a ready engine. It is built."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(_EngineThread(engine))
+        super().__init__(EngineThread(lambda: engine, lambda: None))
         self.engine = engine
         self.build()
 
     def _new_maker(self, facts: EngineFacts) -> RequestMaker:
         tokenizer = self.engine.maker.tokenizer
         return RequestMaker(facts, tokenizer, self.compiler(tokenizer))
-
-
-class _EngineThread(EngineProcess):
-    """Has a thread of this process instead of a process."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(lambda: engine, lambda: None)
-        self._engine = engine
-
-    def _launch(self) -> tuple[BaseProcess, Connection]:
-        ours, theirs = SPAWN.Pipe()
-        thread = _Thread(EngineLoop(theirs, self._engine), theirs)
-        thread.start()
-        return cast(BaseProcess, thread), ours
 
 
 class _Thread(threading.Thread):

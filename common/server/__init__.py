@@ -9,13 +9,12 @@
  6  api/intake              compiles the grammar, holds places in the queue, tokenizes the prompt
  7  hosting/async_engine    submits the requests, and keeps a stream of outputs for each
  8  hosting/process         carries messages to the engine's process and back
- 9  hosting/child           takes the messages in the engine's process
-10  hosting/thread          queues new requests between two steps, and steps as long as there is work
-11  engine/engine           one step after another: `common.engine` has the walk of a token through a step
-    hosting/async_engine    puts each output into its request's stream
-12  api/answer              outputs of all choices, as they come; cut into text, thoughts and tool calls
+ 9  hosting/child           takes the messages between two steps, and steps as long as there is work
+10  engine/engine           one step after another: `common.engine` has the walk of a token through a step
+    hosting/async_engine    makes the text of each output, and puts it into its request's stream
+11  api/answer              outputs of all choices, as they come; cut into text, thoughts and tool calls
     api/chat                writes an event of the stream, or the whole JSON answer
-13  api/stream              sends events until the answer ends or the client leaves
+12  api/stream              sends events until the answer ends or the client leaves
 ```
 
 The server's modules import each other in one direction only (an import contract in `pyproject.toml`).

@@ -252,10 +252,9 @@ class Server(uvicorn.Server):
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End the process at once, even while the engine's thread is inside a step.
+    """End the process at once.
 
-    A normal exit would wait for other threads, and stop the engine's thread inside torch, which then aborts the
-    process. It would also destroy all modules and their objects, which takes 0.4 s.
+    A normal exit would wait for other threads, and destroy all modules and their objects, which takes 0.4 s.
     """
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk, or closed
         logging.shutdown()

@@ -242,7 +242,7 @@ def build(
 
 @functools.cache
 def _grammars() -> GrammarCompiler:
-    return build("static").grammars
+    return build("static").maker.grammars
 
 
 def build_constrained(phase: str, model: Any = None, **options: Any) -> Engine:

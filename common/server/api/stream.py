@@ -1,9 +1,9 @@
 """Answers that are sent as events, and clients that leave early.
 
 **A client that leaves.** `EventStream` and `while_connected` stop the work on its answer. Then `close` in
-`routes.generate` calls `Answer.cancel`, which reaches `Engine.cancel` through the engine thread's inbox. When it
-plans its next step, the engine takes the requests out of the batch and frees their memory. (Phase 4 does so when
-its whole batch has ended, and phases 9 and 10 when no step in flight has them.)
+`routes.generate` calls `Answer.cancel`, which reaches `Engine.cancel` by a message. When it plans its next step,
+the engine takes the requests out of the batch and frees their memory. (Phase 4 does so when its whole batch has
+ended, and phases 9 and 10 when no step in flight has them.)
 
 **A client that reads slowly.** The next events are made only after the HTTP server has taken the previous ones.
 Until then, the engine's outputs wait in their `RequestStream`. A client that takes nothing is dropped by its

@@ -3,15 +3,14 @@
 A frame describes one step (`common.observing.frames`). No frames are made while no client watches.
 
 ```text
-engine thread (`common.hosting.calls`)                event loop
+engine's process (`common.hosting.calls`)             event loop
   step ─> watcher: a frame, unless it is too soon ──> publish ─┬─> a viewer's queue ─> events ─> its page
                                                                └─> another's, full: emptied, its frames counted
 ```
 
-Watching must not slow down the engine: `common.hosting.calls` bounds the number of frames a second, and the
-share of
-the engine thread's time for making them. Steps in between get no frame. A viewer that does not keep up misses
-frames and goes on with a key frame, which holds the whole state.
+Watching must not slow down the engine: `common.hosting.calls` bounds the number of frames a second, and the share
+of the engine's time for making them. Steps in between get no frame. A viewer that does not keep up misses frames
+and goes on with a key frame, which holds the whole state.
 
 ```text
 event: begin     values that hold for all frames: `common.observing.frames`, header
@@ -24,7 +23,6 @@ event: end       the last event: the server shuts down, its engine is dead, or f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -160,9 +158,8 @@ class LiveView:
             viewer.end()
 
     def _ask(self, call: Callable[[EngineCalls], None]) -> None:
-        """Call a method of `EngineCalls` in the engine's thread. Does nothing if that thread is ending."""
-        with contextlib.suppress(ShuttingDownError):
-            self._engine.call(call)
+        """Call a method of `EngineCalls` in the engine's process. Does nothing if that process is ending."""
+        self._engine.call(call)
 
     async def _tick(self) -> None:
         """Every `TICK_S` seconds, have a frame of the latest step made if the step has none.
