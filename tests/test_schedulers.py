@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.engine.requests import Handling
 from common.errors import InvalidRequestError
 from common.request import RequestState
 from common.startup.phases import phase_names, phase_number
@@ -140,11 +141,11 @@ def test_requests_of_mixed_priorities_end_in_the_order_of_their_rank(phase: str)
         with pytest.raises(
             InvalidRequestError, match="phase4_static serves requests as they arrive"
         ) as refused:
-            engine.maker.create([1], greedy(3), priority=-1)
+            engine.maker.create([1], greedy(3), handling=Handling(priority=-1))
         assert refused.value.param == "priority"
         priorities = [0] * 6
     requests = [
-        engine.maker.create([i + 1, *[7] * i], greedy(3), f"r{i}", priority=priority)
+        engine.maker.create([i + 1, *[7] * i], greedy(3), f"r{i}", handling=Handling(priority=priority))
         for i, priority in enumerate(priorities)
     ]
     assert all(map(engine.add_request, requests))

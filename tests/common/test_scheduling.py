@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.engine.engine import Engine
+from common.engine.requests import Handling
 from common.errors import RequestTimeoutError
 from common.request import Request
 from common.startup.phases import phase_names
@@ -91,7 +92,7 @@ def test_a_request_that_is_not_done_in_time_is_given_up_and_its_neighbours_are_n
 
 
 def add_to(engine: Engine, group: str, prompt: list[int], new_tokens: int = 4) -> Request:
-    request = engine.maker.create(prompt, greedy(new_tokens), group=group)
+    request = engine.maker.create(prompt, greedy(new_tokens), handling=Handling(group=group))
     assert engine.add_request(request)
     return request
 

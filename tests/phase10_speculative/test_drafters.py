@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from common.engine.requests import Handling
 from common.request import Request, SamplingParams
 from phase10_speculative.drafters import MOST_TOKENS, Dictionary, NgramDrafter
 from phase10_speculative.scheduler import MOST_SALTS
@@ -97,7 +98,7 @@ def test_texts_of_finished_requests_are_shared_under_the_same_salt_alone() -> No
         asking = Request("asking", [9, 2, 3], SamplingParams(), cache_salt=salt)
         return scheduler.new_drafter(asking).propose([9, 2, 3], 2)
 
-    finished = engine.maker.create([1, 2, 3, 4, 5], greedy(3), cache_salt="a")
+    finished = engine.maker.create([1, 2, 3, 4, 5], greedy(3), handling=Handling(cache_salt="a"))
     engine.add_request(finished)
     assert guesses("a") == []
     run(engine)

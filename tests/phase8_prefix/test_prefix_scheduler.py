@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from common.engine.engine import Engine
+from common.engine.requests import Handling
 from common.request import Request, RequestState, StepOutput
 from tests.support.engines import add, assert_all_free, assert_answered, build, greedy, run
 from tests.support.pools import assert_consistent, caching
@@ -81,7 +82,7 @@ def test_only_the_same_salt_shares() -> None:
     engine = engine_of()
     found = []
     for salt in ("", "", "a", "a", "b"):
-        request = engine.maker.create(SYSTEM, greedy(1), cache_salt=salt)
+        request = engine.maker.create(SYSTEM, greedy(1), handling=Handling(cache_salt=salt))
         assert engine.add_request(request)
         assert_answered(run(engine), [request])
         found.append(request.cached_tokens)

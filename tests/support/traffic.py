@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from common.engine.requests import Handling
 from common.errors import NaNLogitsError
 from common.request import Request, RequestState, SamplingParams, StepOutput
 from phase6_paged.cache import PagedKVCachePool
@@ -58,7 +59,9 @@ class Traffic:
         self.operations += 1
         params: SamplingParams = greedy(min(new_tokens, MAX_SEQ_LEN - prompt_tokens))
         priority = self.priorities[self.operations % len(self.priorities)]
-        request = self.engine.maker.create([first] + [7] * (prompt_tokens - 1), params, priority=priority)
+        request = self.engine.maker.create(
+            [first] + [7] * (prompt_tokens - 1), params, handling=Handling(priority=priority)
+        )
         room = self.engine.scheduler.queue_room()
         accepted = self.engine.add_request(request)
         assert accepted == (room > 0)
