@@ -584,6 +584,20 @@ def asking_for_health(url: str) -> Iterator[list[httpx.Response]]:
         thread.join()
 
 
+def engine_of(server: int) -> psutil.Process:
+    """Return the engine's process, a child of the server's process."""
+    found: list[psutil.Process] = []
+
+    def has_started() -> bool:
+        found[:] = [
+            child for child in psutil.Process(server).children() if "spawn_main" in " ".join(child.cmdline())
+        ]
+        return len(found) == 1
+
+    eventually(has_started)
+    return found[0]
+
+
 def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Response]:
     """Submit a full batch of sequences, and hold their first pass."""
     server.order("hold")

@@ -36,6 +36,7 @@ from tests.server.support import (
     ServerProcess,
     assert_error,
     called_from_python,
+    engine_of,
     eventually,
     hold_a_full_batch,
     in_background,
@@ -45,20 +46,6 @@ from tests.server.support import (
 
 SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 79_999}}}
 MOST_COMPILING = 8  # requests whose grammars are compiled or wait for it
-
-
-def engine_of(server: int) -> psutil.Process:
-    """Return the engine's process, a child of the server's process."""
-    found: list[psutil.Process] = []
-
-    def has_started() -> bool:
-        found[:] = [
-            child for child in psutil.Process(server).children() if "spawn_main" in " ".join(child.cmdline())
-        ]
-        return len(found) == 1
-
-    eventually(has_started)
-    return found[0]
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -344,7 +331,6 @@ def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
     assert has_ended(engine)
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
     command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
