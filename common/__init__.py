@@ -2,7 +2,7 @@
 
 ```text
 server         HTTP: bytes become a request, and outputs become an answer
-hosting        an engine that runs beside the event loop: its process, its thread, its side of asyncio
+hosting        an engine in a process of its own: that process, the messages, and the engine as asyncio sees it
 startup        options become an engine: its phase is found, its model loaded, its memory checked
 observing      traces of requests and steps, and the frames that the viewer draws
 engine         the step: scheduler, runner and commit, which the phases fill in

@@ -11,5 +11,5 @@ from common.hosting.local import EngineThread
 from common.server import run
 
 if __name__ == "__main__":
-    run.EngineProcess = EngineThread  # type: ignore[misc]  # for this program only
+    run.EngineProcess = EngineThread  # type: ignore[attr-defined]  # for this program only
     run.main(sys.argv.pop(1))
