@@ -23,6 +23,7 @@ event: end       the last event: the server shuts down, its engine is dead, or f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -220,7 +221,5 @@ class Recordings:
         finally:
             # A recording that is about to start is stopped, too: calls run in order.
             self._running -= 1
-            with contextlib.suppress(
-                ShuttingDownError
-            ):  # the engine's thread ends, and its recordings with it
+            with contextlib.suppress(ShuttingDownError):  # the engine ends, and its recordings with it
                 engine.call(EngineCalls.stop_trace, number)
