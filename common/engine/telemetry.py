@@ -105,7 +105,7 @@ class Counters:
 
 @dataclass(slots=True)
 class Telemetry:
-    """The latest `capacity` steps and the totals. Written by one thread only: the engine's, or for a `RemoteEngine`
+    """The latest `capacity` steps and the totals. Written by one thread only: the engine's, or in a server's process
     the event loop's.
 
     Attributes:

@@ -466,8 +466,8 @@ class AsyncEngine:
 
     def _take_step(self, step: Stepped) -> None:
         self._began_s = step.next_began_s
+        self.telemetry.counters, self.telemetry.accepted_at = step.counters, step.accepted_at
         if step.record is not None:
-            self.telemetry.counters, self.telemetry.accepted_at = step.counters, step.accepted_at
             self.telemetry.keep(step.record)
         for output in step.outputs:
             stream = self._streams.get(output.request_id)

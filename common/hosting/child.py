@@ -36,7 +36,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -146,7 +146,6 @@ class EngineLoop:
         self._matchers: dict[int, Matcher] = {}  # by number: matchers for requests that are still to come
         self._taken = 0
         self._unsent: list[StepOutput] = []  # terminal outputs of requests that the engine refused
-        self._record: StepRecord | None = None  # the latest step's, until it is sent
         self._sent = EngineState()
         self._step_is_known = False  # whether the server's process knows that a step runs
         self._stopping = False
@@ -154,7 +153,6 @@ class EngineLoop:
     def run(self) -> None:
         """Run the engine until `Stop` comes. Raises EOFError or ConnectionError: the other end was closed."""
         self._engine.plan_watchers.append(self._planned)
-        self._engine.watchers.append(self._stepped)
         self._sent = self._state()
         self._send(Built(self._engine.maker.facts, self._sent))
         while not self._stopping:
@@ -184,7 +182,10 @@ class EngineLoop:
             self._take(receive(self._connection))
         if self._unsent:
             self._report([])  # before the step, which may be long
-        self._report(engine.step() if engine.is_due and not self._stopping else [])
+        if engine.is_due and not self._stopping:
+            self._report(engine.step(), engine.telemetry.latest)
+        else:
+            self._report([])
 
     def _wait_for_work(self) -> None:
         """Block until a message has come, or the engine is due."""
@@ -252,17 +253,14 @@ class EngineLoop:
             self._sent = self._state()
             self._send(Planned(self._sent, time.monotonic(), begun))
 
-    def _stepped(self, record: StepRecord, _: StepPlan, __: Sequence[StepOutput]) -> None:
-        self._record = record
-
-    def _report(self, outputs: list[StepOutput]) -> None:
-        """Send outputs, with the numbers of the step that has made them. Sends nothing if nothing is new."""
-        state, record = self._state(), self._record
+    def _report(self, outputs: list[StepOutput], record: StepRecord | None = None) -> None:
+        """Send outputs, with the record of the step that has made them. Sends nothing if nothing is new."""
+        state = self._state()
         if self._unsent:
             outputs, self._unsent = self._unsent + outputs, []
         if not outputs and record is None and state == self._sent:
             return
-        self._sent, self._record = state, None
+        self._sent = state
         for place, output in enumerate(outputs):
             if output.error is not None:
                 outputs[place] = dataclasses.replace(output, error=picklable(output.error))

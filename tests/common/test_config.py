@@ -136,7 +136,7 @@ def test_the_phase_contract(phase: str) -> None:
 def test_the_ready_models_positions_are_the_limit(phase: str) -> None:
     package: Any = find_phase(phase)
     ready = {"model": RememberingModel(), "tokenizer": byte_tokenizer()}
-    assert package.build_engine(package.Config(), **ready).max_seq_len == 1024
+    assert package.build_engine(package.Config(), **ready).maker.facts.max_seq_len == 1024
     with pytest.raises(StartupError, match="--max-seq-len"):
         package.build_engine(package.Config(max_seq_len=1025), **ready)
 

@@ -152,7 +152,7 @@ def test_a_ready_models_weights_are_not_counted_again(phase: str, monkeypatch: p
     assert "weights" not in str(caught.value)
     assert "KV cache" in str(caught.value)
     set_free(monkeypatch, 200 * 2**20)
-    assert package.build_engine(config, **ready).max_seq_len == 64
+    assert package.build_engine(config, **ready).maker.facts.max_seq_len == 64
 
 
 # ---------------------------------------------------------------------- free memory

@@ -56,16 +56,14 @@ def test_it_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
 
 def test_a_models_name_cannot_be_markup() -> None:
     package = find_phase("phase5_continuous")
-    phase = package.PHASE
-    tokenizer = SimpleNamespace(chat_template=None)
-    engine = SimpleNamespace(
-        phase=phase,
+    facts = SimpleNamespace(
+        phase=package.PHASE,
         max_seq_len=64,
         config=package.Config(),
-        tokenizer=tokenizer,
         default_params=SamplingParams(temperature=0.3),
     )
-    page = render_page(engine, '<script>"&$idea', live_view=True)
+    maker = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None))
+    page = render_page(SimpleNamespace(facts=facts, maker=maker), '<script>"&$idea', live_view=True)
     assert "&lt;script&gt;&quot;&amp;$idea" in page
     assert 'max="63" value="32"' in page, "half of what fits"
     assert 'placeholder="0.3"' in page, "the model's own temperature is the default"
