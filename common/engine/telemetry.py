@@ -105,8 +105,8 @@ class Counters:
 
 @dataclass(slots=True)
 class Telemetry:
-    """The latest `capacity` steps and the totals. Written by one thread only: the engine's, or in a server's process
-    the event loop's.
+    """The latest `capacity` steps and the totals. Written by one thread only: the engine's, or the event
+    loop's in a server's process.
 
     Attributes:
         timer: times the parts of each step; None: parts are not timed.
