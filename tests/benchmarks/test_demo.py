@@ -28,16 +28,3 @@ def test_what_is_no_phase_is_refused_with_a_list(
     assert demo.main(["--phases", "4,12"]) == 2
     assert "'12' is no phase; there are phase4_static" in capsys.readouterr().err
     assert served == []
-
-
-def test_a_real_model_is_fetched_asked_and_compared(
-    served: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fetched: list[str] = []
-    monkeypatch.setattr(demo, "fetch", lambda name: fetched.append(name) or f"/models/{name}")
-    assert demo.main(["--phases", "4", "--model", "smollm2"]) == 0
-    assert fetched == ["smollm2"]
-    assert "smollm2 is in /models/smollm2" in capsys.readouterr().out
-    assert served == [["smollm2"], ["phase4_static", "smollm2"]]
-    assert demo.main(["--phases", "4", "--model", "zoo:llama-tiny"]) == 0
-    assert fetched == ["smollm2"]

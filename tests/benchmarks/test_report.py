@@ -12,7 +12,6 @@ from benchmarks.report import (
     median_of,
     repetition,
     report,
-    summary,
 )
 from benchmarks.results import Run
 from tests.benchmarks.conftest import make_run
@@ -65,35 +64,6 @@ def test_a_failed_run_has_no_part_in_the_medians_and_is_named() -> None:
     text = printed(runs)
     assert "9,999" not in text
     assert "phase 4, run 2 failed: it fell over" in text
-
-
-def summarized(runs: list[Run]) -> str:
-    console = Console(record=True, width=80)
-    console.print(summary(runs))
-    return " ".join(console.export_text().split())
-
-
-def test_the_summary_says_what_a_phase_won_and_lost() -> None:
-    runs = [
-        with_throughput(f"phase {number}", number, value) for number, value in ((4, 100), (5, 150), (6, 151))
-    ]
-    for run in runs[1:]:
-        assert run.metrics is not None
-        run.metrics.longest_stall_s = 0.3
-    said = summarized(runs)
-    assert "phase 5 against phase 4: better in output tokens / s (100 → 150); worse in longest stall" in said
-    assert "phase 6 against phase 5: nothing differs by more than 10%." in said
-    assert "phase 4 against" not in said
-    assert "quick comparison" not in said
-
-
-def test_a_server_that_failed_is_not_compared() -> None:
-    runs = [make_run("phase 5", 5), make_run("phase 5, yours", 5.5)]
-    runs[1].status, runs[1].reason, runs[1].metrics = "failed", "it fell over", None
-    runs[0].workload.quick = True
-    said = summarized(runs)
-    assert "phase 5, yours against phase 5: not compared, since phase 5, yours has no complete run." in said
-    assert "even two equal servers may differ" in said
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.transfer import move_together, to_device
+from kernels.transfer import move_together
 
 META = torch.device("meta")
-
-
-def test_a_copy_to_a_gpu_is_pinned_and_not_waited_for() -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Host:
-        def pin_memory(self) -> Host:
-            calls.append(("pin_memory",))
-            return self
-
-        def to(self, *arguments: Any, **named: Any) -> Host:
-            calls.append((*arguments, named))
-            return self
-
-    cuda = torch.device("cuda")
-    to_device(Host(), cuda)  # type: ignore[arg-type]  # a stand-in: pinning takes a GPU
-    assert calls == [("pin_memory",), (cuda, {"non_blocking": True})]
-    x = torch.ones(2)
-    assert to_device(x, torch.device("cpu")) is x
 
 
 def test_tensors_of_any_types_go_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:

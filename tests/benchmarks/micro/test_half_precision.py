@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.micro import half_precision
 from kernels import native
-from tests.support.models import draw_ids, solo_logits
 
 pytestmark = pytest.mark.skipif(
     not native.is_loaded() or not native.has_products(torch.bfloat16), reason="no native kernels here"
@@ -20,14 +19,3 @@ def test_every_rounding_is_compared_with_float32() -> None:
     exact, *others = table.rows
     assert exact[2:] == [0, 0, 0, 0, 100, 3, 0]
     assert all(isinstance(row[4], float) and row[4] > 0 for row in others)
-
-
-def test_ways_share_weights_and_differ_in_their_roundings() -> None:
-    loaded = half_precision.ways("zoo:llama-tiny", 64)
-    _, half, rounded_logits, rounded = loaded.values()
-    assert half.lm_head.packed is rounded.lm_head.packed
-    ids = draw_ids(20, 500)
-    expected = solo_logits(half, ids)
-    assert expected.dtype == torch.float32
-    assert torch.equal(solo_logits(rounded_logits, ids), expected.bfloat16())
-    assert not torch.equal(solo_logits(rounded, ids), expected.bfloat16())
