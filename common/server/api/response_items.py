@@ -264,11 +264,13 @@ class ResponseStore:
             self._stored.move_to_end(response_id)
             return stored
 
-    def get(self, owner: bytes, response_id: str) -> Stored:
+    def get(
+        self, owner: bytes, response_id: str, param: str = "response_id", code: str = "response_not_found"
+    ) -> Stored:
         """Return a response of this owner. Raises ApiError (404) if there is none."""
         stored = self.find(owner, response_id)
         if stored is None:
-            raise self._not_found("response", response_id, "response_id", "response_not_found")
+            raise self._not_found("response", response_id, param, code)
         return stored
 
     def remove(self, owner: bytes, response_id: str) -> None:
@@ -281,10 +283,7 @@ class ResponseStore:
     def conversation(self, owner: bytes, response_id: str) -> bytes:
         """Return the JSON list of a conversation's items, the response's output included. Raises ApiError (404) if
         this owner has no such response."""
-        stored = self.find(owner, response_id)
-        if stored is None:
-            name = "previous_response_id"
-            raise self._not_found("response", response_id, name, "previous_response_not_found")
+        stored = self.get(owner, response_id, "previous_response_id", "previous_response_not_found")
         return orjson.dumps([*orjson.loads(stored.input), *stored.output])
 
     def item(self, owner: bytes, item_id: str) -> dict[str, Any]:
