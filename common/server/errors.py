@@ -89,14 +89,14 @@ class MessagesError(TypedDict):
 class ApiError(Exception):
     """An error that a client is answered with.
 
-    Attributes:
+    Args:
         status: HTTP status (see `status_at`); not sent if the answer has begun already.
-        message: text for people, without the server's internals, cut to `MAX_MESSAGE_CHARACTERS`.
+        message: text for people, without the server's internals.
         type: the kind of error, for programs.
         param: the request's field at fault; None: no single field is.
         code: the exact error, for programs.
-        headers: headers of the answer. Those of 500 and 504 have `x-should-retry: false`.
-        details: more for programs, in answers of Anthropic's API only; None: nothing.
+        headers: of the answer.
+        details: more for programs, in answers of Anthropic's API only.
     """
 
     def __init__(
@@ -139,7 +139,6 @@ class ApiError(Exception):
 
 
 def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return an HTTP response with `content`, encoded as JSON, as its body."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
@@ -166,8 +165,8 @@ def internal_error() -> ApiError:
 def status_at(path: str, error: ApiError) -> int:
     """Return the HTTP status of an error on the route `path`.
 
-    Routes under `/openai/` and Anthropic's answer 400 instead of 422, as OpenAI and Anthropic do. The other routes
-    tell a malformed request (400) from a request that cannot be served (422).
+    The server's own routes tell a malformed request (400) from one that cannot be served (422). OpenAI and
+    Anthropic answer 400 to both, and so do their routes here.
     """
     strict = path.startswith(STRICT_PREFIX) or is_anthropics(path)
     return 400 if error.status == 422 and strict else error.status

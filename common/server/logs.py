@@ -46,8 +46,7 @@ def configure_logging(level: str, form: Literal["text", "json"] = "text") -> Non
 class TextLines(logging.Formatter):
     """Formats a log record as one line of text, and the lines of its traceback.
 
-    Characters that are not printable are escaped, whoever wrote them: a client's text can neither end a line nor
-    colour it.
+    Characters that are not printable are escaped: a client's text can neither end a line nor colour it.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of a method of logging
@@ -82,16 +81,12 @@ class JsonLines(logging.Formatter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for lines of uvicorn that repeat a line of this server, or that advise to install WebSockets.
-
-    The first two report an answer that was left unfinished because its client reads too slowly, and bytes that are
-    not HTTP. The others follow each request for an upgrade to a protocol that this server does not have.
-    """
+    """Return False for lines of uvicorn that repeat a line of this server, or that advise to install WebSockets."""
     return not str(record.msg).startswith(
         (
-            "ASGI callable returned without completing response.",
+            "ASGI callable returned without completing response.",  # the client reads too slowly
             "Invalid HTTP request received.",
-            "Unsupported upgrade request.",
+            "Unsupported upgrade request.",  # to a protocol that this server does not have
             "No supported WebSocket library detected.",
         )
     )
@@ -109,10 +104,10 @@ def log_end(
     request_id: str | None = None,
     client_left: bool = False,
 ) -> None:
-    """Log one line about an answer with all its choices: token counts, times, and how the choices ended.
+    """Log one line about an answer, whose choices have all ended or were cancelled: token counts, times, endings.
 
     Args:
-        answer: the answer, whose choices have ended or were cancelled.
+        answer: the answer.
         asked_s: time by which the request had come, on `time.monotonic`'s clock.
         client: the address that the request came from.
         user: the field `user` of the request's body, a label.
@@ -187,15 +182,8 @@ def log_refusal(
     client: str | None = None,
     request_id: str | None = None,
 ) -> None:
-    """Log a refused request at level INFO; at WARNING if the status is 503, at ERROR if it is 500.
-
-    Args:
-        refusal: the error that the client is sent.
-        status: the HTTP status it is sent with.
-        error: the exception; its traceback is logged if the status is 500.
-        client: the address that the request came from.
-        request_id: the `x-request-id` of the answer; None if it has none.
-    """
+    """Log a refused request at level INFO; at WARNING if the status is 503; at ERROR, with the traceback of
+    `error`, if it is 500. `refusal` is what the client is sent."""
     # A name that a client made up may be part of the message: quoted, it can neither end the line nor colour it.
     line = (
         "refused: %d %s: %r%s",
@@ -220,25 +208,20 @@ def log_departure(client: str | None = None, request_id: str | None = None) -> N
 
 
 def _origin(client: str | None, request_id: str | None) -> list[str]:
-    """Return the parts of a log line that say where a request comes from: the client's address and the request's
-    id, so far as they are known."""
+    """Return the parts of a log line that say where a request comes from, so far as it is known."""
     if client is not None and not client.replace(".", "").replace(":", "").isalnum():
         client = repr(client)  # no address: a proxy has passed on a client's own text
     return [f"from {client}"] * bool(client) + [f"request {request_id!r}"] * bool(request_id)
 
 
 class Pulse:
-    """Logs the server's load every `PULSE_EVERY_S` seconds and returns freed memory to the operating system.
-
-    Rates are averages over the last `PULSE_EVERY_S` seconds.
-    """
+    """Logs the server's load every `PULSE_EVERY_S` seconds and returns freed memory to the operating system."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._remember()
 
     async def run(self) -> None:
-        """Every `PULSE_EVERY_S` seconds, return freed memory and log the load, until cancelled."""
         while True:
             await asyncio.to_thread(return_freed_memory)
             await asyncio.sleep(PULSE_EVERY_S)

@@ -56,10 +56,9 @@ def answers(
 
     Args:
         answer: the JSON answer.
-        statuses: the statuses of its errors.
+        statuses: the statuses of errors, whose JSON is an `error`.
         events: the stream that may be the answer instead (`event_stream`).
         strict: the route answers 400 where others answer 422 (`errors.status_at`).
-        error: the JSON of an error.
     """
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": error, "description": _REASONS[status], "headers": _HEADERS.get(status, {})}
@@ -70,11 +69,9 @@ def answers(
 
 
 def event_stream(data: type[Any], names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the description of a stream of server-sent events.
+    """Return the description of a stream of server-sent events, whose `data` is JSON, except an error's.
 
-    Args:
-        data: the JSON in the `data` of each event, except an error's.
-        names: the names of the events; empty: unnamed events, the last of which is `[DONE]`.
+    Without `names`, the events are unnamed, and the last one is `[DONE]`.
     """
     component = _PREFIX + data.__name__
     _event_types[component] = data

@@ -17,7 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict
 
 from common.engine.config import EngineConfig
@@ -26,10 +34,14 @@ from common.startup.phases import PhasePackage
 from common.text.dialect import ReasoningParser, ToolCallParser
 from common.version import project_version
 
+
+def _split(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
 #: Type of an option with several texts. The flag is repeated or has several values, or one value has commas, as in
 #: the environment.
-Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode]
-
+Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_split)]
 
 #: Type of an option with a time.
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -41,84 +53,52 @@ _ORIGIN = re.compile(
 
 
 class CommonOptions(BaseModel):
-    """Options of the server."""
+    """Options of the server. The text below an option is its help."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    served_model_name: Names = Field(
-        default_factory=list,
-        description="name by which clients call the model, instead of the name it is loaded by; of several, "
-        "answers contain the first",
-    )
-    api_key: Names = Field(
-        default_factory=list,
-        description="key that clients must send as a bearer token; of several, any; better set in the environment, "
-        "since other users of the machine see the command line; default: no key is needed",
-    )
-    cors_origin: Names = Field(
-        default_factory=list,
-        description="origin such as https://example.org whose pages may call this server from a browser; may be "
-        "given several times; *: all origins; default: only the server's own page",
-    )
-    allowed_host: Names = Field(
-        default_factory=list,
-        description="host name by which clients may call a server without a key, besides its addresses, localhost, "
-        "the machine's name, and names that end in .localhost, .local or .internal; may be given several times; "
-        "*: all names; default: all names if --host is no loopback address",
-    )
-    forwarded_allow_ips: Names = Field(
-        default_factory=list,
-        description="address or network of a proxy whose X-Forwarded-For header is believed, for the client's "
-        "address in the log; may be given several times; *: any; default: the header is ignored",
-    )
-    tool_call_parser: ToolCallParser = Field(
-        default="auto",
-        description="format in which the model writes tool calls; auto: found from its chat template; none: "
-        "requests with tools are refused",
-    )
-    reasoning_parser: ReasoningParser = Field(
-        default="auto",
-        description="format in which the model marks its thoughts; auto: found from its chat template; none: "
-        "thoughts are part of the answer",
-    )
-    strict_fields: bool = Field(
-        default=False,
-        description="refuse requests with fields that the server does not know, instead of ignoring these fields",
-    )
-    max_stored_responses: int = Field(
-        default=1024,
-        ge=0,
-        description="latest responses of /v1/responses that are kept in memory for previous_response_id; all "
-        "together take 64 MiB at most; 0: none is kept",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severe messages that are logged; info has a line for each request"
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="json: each line is an object, with a request's numbers as fields"
-    )
-    body_timeout: Seconds = Field(
-        default=30.0,
-        description="seconds within which a request's headers must arrive, and again its body",
-    )
-    step_timeout: Seconds | None = Field(
-        default=600.0,
-        description="seconds after which a step counts as hung: /health then answers 503, so that the server is "
-        "started again; none: never",
-    )
-    shutdown_timeout: float = Field(
-        default=30.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="seconds after SIGTERM within which running requests may end",
-    )
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
-    @field_validator(
-        "served_model_name", "api_key", "cors_origin", "allowed_host", "forwarded_allow_ips", mode="before"
-    )
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """port to listen on; 0 picks a free one"""
+    served_model_name: Names = Field(default_factory=list)
+    """name by which clients call the model, instead of the name it is loaded by; of several, answers contain the
+    first"""
+    api_key: Names = Field(default_factory=list)
+    """key that clients must send as a bearer token; of several, any; better set in the environment, since other
+    users of the machine see the command line; default: no key is needed"""
+    cors_origin: Names = Field(default_factory=list)
+    """origin such as https://example.org whose pages may call this server from a browser; may be given several
+    times; *: all origins; default: only the server's own page"""
+    allowed_host: Names = Field(default_factory=list)
+    """host name by which clients may call a server without a key, besides its addresses, localhost, the machine's
+    name, and names that end in .localhost, .local or .internal; may be given several times; *: all names; default:
+    all names if --host is no loopback address"""
+    forwarded_allow_ips: Names = Field(default_factory=list)
+    """address or network of a proxy whose X-Forwarded-For header is believed, for the client's address in the log;
+    may be given several times; *: any; default: the header is ignored"""
+    tool_call_parser: ToolCallParser = "auto"
+    """format in which the model writes tool calls; auto: found from its chat template; none: requests with tools
+    are refused"""
+    reasoning_parser: ReasoningParser = "auto"
+    """format in which the model marks its thoughts; auto: found from its chat template; none: thoughts are part of
+    the answer"""
+    strict_fields: bool = False
+    """refuse requests with fields that the server does not know, instead of ignoring these fields"""
+    max_stored_responses: int = Field(default=1024, ge=0)
+    """latest responses of /v1/responses that are kept in memory for previous_response_id; all together take 64 MiB
+    at most; 0: none is kept"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least severe messages that are logged; info has a line for each request"""
+    log_format: Literal["text", "json"] = "text"
+    """json: each line is an object, with a request's numbers as fields"""
+    body_timeout: Seconds = 30.0
+    """seconds within which a request's headers must arrive, and again its body"""
+    step_timeout: Seconds | None = 600.0
+    """seconds after which a step counts as hung: /health then answers 503, so that the server is started again;
+    none: never"""
+    shutdown_timeout: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+    """seconds after SIGTERM within which running requests may end"""
 
     @field_validator("cors_origin")
     @classmethod
@@ -148,54 +128,30 @@ class CommonOptions(BaseModel):
 class ServerOptions(CommonOptions):
     """More options of the server."""
 
-    max_connections: int = Field(
-        default=1024, ge=1, description="most open connections; further ones are answered 503, or closed"
-    )
-    max_connections_per_address: int | None = Field(
-        default=None,
-        ge=1,
-        description="most open connections of one address; default: half of --max-connections; loopback is not "
-        "limited",
-    )
-    keep_alive_timeout: Seconds = Field(
-        default=60.0,
-        description="seconds that a connection may stay open without a request",
-    )
-    send_timeout: Seconds = Field(
-        default=60.0,
-        description="seconds within which a client must read 48 KiB of an answer, if more is waiting for it",
-    )
+    max_connections: int = Field(default=1024, ge=1)
+    """most open connections; further ones are answered 503, or closed"""
+    max_connections_per_address: int | None = Field(default=None, ge=1)
+    """most open connections of one address; default: half of --max-connections; loopback is not limited"""
+    keep_alive_timeout: Seconds = 60.0
+    """seconds that a connection may stay open without a request"""
+    send_timeout: Seconds = 60.0
+    """seconds within which a client must read 48 KiB of an answer, if more is waiting for it"""
 
-    uds: Path | None = Field(
-        default=None,
-        description="path of a Unix socket to listen on instead of an address; an old socket there is replaced",
-    )
-    ssl_certfile: Path | None = Field(
-        default=None,
-        description="PEM file with the certificate and its chain; with it the server speaks HTTPS",
-    )
-    ssl_keyfile: Path | None = Field(
-        default=None,
-        description="PEM file with the certificate's private key; default: the certificate's file",
-    )
+    uds: Path | None = None
+    """path of a Unix socket to listen on instead of an address; an old socket there is replaced"""
+    ssl_certfile: Path | None = None
+    """PEM file with the certificate and its chain; with it the server speaks HTTPS"""
+    ssl_keyfile: Path | None = None
+    """PEM file with the certificate's private key; default: the certificate's file"""
 
-    root_path: str = Field(
-        default="",
-        pattern="^(/[^/?#]+)*$",
-        description="prefix such as /llm that a proxy adds to every path; paths with and without it are answered",
-    )
-    live_view: bool = Field(
-        default=True, description="the page at / shows the engine's steps live; GET /steps streams them"
-    )
-    admin: bool = Field(
-        default=False,
-        description="answer POST /pause and POST /resume, with which any client stops the requests of all clients",
-    )
-    trace: Path | None = Field(
-        default=None,
-        description="file for a trace of all requests and steps, written while the server runs; an old file is "
-        "overwritten",
-    )
+    root_path: str = Field(default="", pattern="^(/[^/?#]+)*$")
+    """prefix such as /llm that a proxy adds to every path; paths with and without it are answered"""
+    live_view: bool = True
+    """the page at / shows the engine's steps live; GET /steps streams them"""
+    admin: bool = False
+    """answer POST /pause and POST /resume, with which any client stops the requests of all clients"""
+    trace: Path | None = None
+    """file for a trace of all requests and steps, written while the server runs; an old file is overwritten"""
 
     @model_validator(mode="after")
     def _refuse_key_without_certificate(self) -> Self:
@@ -246,12 +202,9 @@ def read_options(
 
 
 def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> BaseSettings:
-    """Return an instance of a settings class, read from flags, environment and defaults.
+    """Return an instance of a settings class, read from flags, environment and defaults. Raises UsageError.
 
     If the flags ask for the help or the version, this prints it and exits.
-
-    Raises:
-        UsageError: as `read_options`.
     """
     ignore_kubernetes_port()
     parser = Parser(settings_class)
@@ -328,7 +281,7 @@ def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> li
 
 
 def part_of(settings: BaseSettings, options: type[OptionsT]) -> OptionsT:
-    """Return an instance of `options`, one of the base classes of a settings class, with the settings' values.
+    """Return an instance of `options`, a base class of the settings' class, with their values.
 
     The values are not validated again. The instance's `model_fields_set` has the options that were given.
     """
