@@ -27,6 +27,7 @@ from common.constrained.tool_calls import (
     told_in_messages,
     written,
 )
+from common.errors import InvalidGrammarError
 from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
 
@@ -216,7 +217,9 @@ def read(
 # ---------------------------------------------------------------------- schemas
 
 
-def check_schemas(drawn: st.DataObject) -> None:
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
     syntax = drawn.draw(st.sampled_from(SYNTAXES))
     special, thinks = drawn.draw(st.booleans()), drawn.draw(st.booleans())
     schemas = drawn.draw(st.lists(parameters(), min_size=1, max_size=2))
@@ -232,12 +235,6 @@ def check_schemas(drawn: st.DataObject) -> None:
         assert 1 <= len(calls) <= (MAX_CALLS if use.parallel else 1), text
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), schemas[int(name[1:])])
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
-    check_schemas(drawn)
 
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -385,7 +382,28 @@ def test_only_the_functions_that_may_be_called_are_called(syntax: CallSyntax) ->
     assert not accepts(grammar, "Hello.")
 
 
-# ---------------------------------------------------------------------- schemas that are no plain list of names
+def test_a_schema_that_no_grammar_can_follow_is_named_and_left_out() -> None:
+    def check(grammar: Any) -> None:
+        try:
+            matcher_of(grammar)
+        except ValueError as error:
+            raise InvalidGrammarError(str(error)) from None
+
+    good = dataclasses.replace(WEATHER, strict=True)
+    wrong = Function("wrong", None, {"type": "object", "properties": {"a": {"not": {}}}}, strict=True)
+    use = ToolUse((good, wrong, ADD), (good, wrong, ADD))
+    reasons = use.refusals(dialect("hermes"), check)
+    assert list(reasons) == ["wrong"]
+    assert "not" in reasons["wrong"]
+    assert use.without_schemas(reasons).followed == (good,)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_arguments_that_are_no_object_stay_a_text(syntax: CallSyntax) -> None:
+    for arguments in ("[1]", '{"a": '):
+        call = call_for_template("1", "weather", arguments)
+        assert call["function"]["arguments"] == arguments
+        assert arguments in written(syntax, [call]) or json.dumps(arguments) in written(syntax, [call])
 
 
 # ---------------------------------------------------------------------- what a model is told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,8 @@ def set_free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         monkeypatch.setattr(module, "free_memory", lambda _: count)
 
 
-def refusal(config: EngineConfig, *, weights: int) -> str:
-    return refusal_of(functools.partial(check_memory, weights=weights), config, LLAMA_3B, torch.bfloat16, CPU)
+def refusal(config: EngineConfig, **sizes: int) -> str:
+    return refusal_of(functools.partial(check_memory, **sizes), config, LLAMA_3B, torch.bfloat16, CPU)
 
 
 # ---------------------------------------------------------------------- the estimate
@@ -114,6 +115,14 @@ def test_memory_that_does_not_suffice_is_refused_part_by_part(monkeypatch: pytes
     )
     set_free(monkeypatch, total)
     check_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=weights)
+
+
+def test_weights_that_do_not_fit_alone_or_before_they_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 4 * GB)
+    assert "the weights alone do not fit; take a smaller model" in refusal(EIGHT, weights=5 * GB)
+    assert "the weights take 6.0 GB until they are quantized, but only 4.0 GB are free" in refusal(
+        EIGHT, weights=GB, read=6 * GB
+    )
 
 
 def test_the_advice_is_the_phases_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +229,7 @@ GROUPS: dict[str, tuple[str, dict[str, str], int | None]] = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_room_control_groups_leave(name: str, tmp_path: Path) -> None:
+    assert control_group_room(tmp_path) is None, "there is no /proc"
     cgroup, files, room = GROUPS[name]
     assert control_group_room(make_tree(tmp_path, cgroup, files)) == room
 
@@ -239,6 +249,18 @@ def test_memory_that_torch_holds_unused_on_a_gpu_counts_as_free(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
     assert free_memory(CUDA) == 1500
+
+
+def test_freed_memory_is_returned_and_living_objects_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = gc.get_freeze_count()
+    common.startup.memory.freeze_objects()
+    assert gc.get_freeze_count() > frozen
+    for platform in (sys.platform, "darwin"):  # another library's allocator is left alone
+        monkeypatch.setattr(sys, "platform", platform)
+        common.startup.memory._malloc_trim.cache_clear()
+        common.startup.memory.return_freed_memory()
+    assert common.startup.memory._malloc_trim() is None
+    common.startup.memory._malloc_trim.cache_clear()
 
 
 # ---------------------------------------------------------------------- taken memory

@@ -58,29 +58,6 @@ def slowly(_: object) -> None:
 # ---------------------------------------------------------------------- streams
 
 
-async def test_streams_carry_each_requests_own_outputs(phase: str) -> None:
-    async with working(engine_of(phase)) as worker:
-        prompts = ["one", "two two", "three", "4"] * 3
-        streams = [submit(worker, prompt, greedy(5 + i)) for i, prompt in enumerate(prompts)]
-        for i, outputs in enumerate(await asyncio.gather(*map(read, streams))):
-            assert tokens(outputs) == continuation(prompts[i].encode(), 5 + i)
-            assert [output.finished for output in outputs] == [False] * (4 + i) + [True]
-        assert await read(streams[0]) == [], "a stream that has ended stays so"
-
-
-async def test_the_event_loop_runs_on_while_a_pass_does(phase: str, gate: Gate) -> None:
-    async with working(engine_of(phase, gate)) as worker:
-        stream = submit(worker, "one", greedy(2))
-        await until(gate.reached.is_set)
-        started = time.monotonic()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        late = submit(worker, "two", greedy(2))  # must not wait for the pass
-        assert time.monotonic() - started < 1.0
-        gate.open.set()
-        assert len(await read(stream)) == len(await read(late)) == 2
-
-
 async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate) -> None:
     engine = engine_of("pipelined", gate)
     async with working(engine) as worker:
@@ -114,22 +91,6 @@ async def test_a_step_comes_back_in_one_message(monkeypatch: pytest.MonkeyPatch,
 
 
 # ---------------------------------------------------------------------- cancelling
-
-
-async def test_cancelled_before_the_engine_saw_it(phase: str, gate: Gate) -> None:
-    engine = engine_of(phase, gate)
-    async with working(engine) as worker:
-        first = submit(worker, "one", greedy(3))
-        await until(gate.reached.is_set)
-        stream = submit(worker, "two", greedy(3))
-        stream.cancel()
-        stream.cancel()
-        gate.open.set()
-        assert len(await read(first)) == 3
-        await until(lambda: engine.telemetry.counters.requests_cancelled == 1)
-        await until(lambda: not engine.has_work)
-    assert engine.telemetry.counters.requests_added == 2
-    assert_all_free(engine)
 
 
 async def test_cancelled_while_running(phase: str) -> None:
@@ -315,19 +276,6 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
     assert_all_free(engine)
 
 
-async def test_a_request_that_the_engine_refuses_gives_its_place_back() -> None:
-    engine = engine_of("continuous", max_waiting_requests=1, max_batch_size=1)
-    async with working(engine) as worker:
-        request = worker.maker.create("a", greedy(1), "same")
-        twin = worker.maker.create("b", greedy(1), "same")
-        with worker.hold_places(2) as places:
-            streams = places.submit([request, twin])
-        await asyncio.sleep(0)
-        outputs = await read(streams[1])  # the later stream has the id
-        assert outputs[-1].finished
-        await until(lambda: worker.num_waiting() == 0)
-
-
 async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     gates = [Gate(), Gate()]
     passes = iter(gates)
@@ -353,12 +301,6 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
 
 
 # ---------------------------------------------------------------------- ending
-
-
-async def test_an_idle_engine_is_drained_at_once(phase: str) -> None:
-    async with working(engine_of(phase)) as worker:
-        assert len(await read(submit(worker, "one", greedy(2)))) == 2
-        assert await worker.drain(0)
 
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
