@@ -1,7 +1,4 @@
-"""Fixtures for real clients of our servers: the servers, the clients' reports, and the table of results.
-
-The first line of every test's docstring is its row in the table.
-"""
+"""Fixtures for real clients of our servers: the servers, and the table of results."""
 
 from __future__ import annotations
 
@@ -12,20 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.tables import MeasuredTable
-from common.models.registry import ZOO
 from common.startup.phases import find_phase
-from tests.clients.support import (
-    CALL_TOKENS,
-    KEY,
-    MAX_TOKENS,
-    MODEL,
-    PHASES,
-    PROMPT,
-    NotInstalledError,
-    Tool,
-    run_script,
-)
-from tests.server.support import MESSAGES, ServerProcess
+from tests.clients.support import KEY, MODEL, PHASES
+from tests.server.support import ServerProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,45 +49,6 @@ def server(phase: int) -> Iterator[ServerProcess]:
         assert "Traceback" not in process.log_text
 
 
-Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def run(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a tool's script against the server, once for each prefix. Skips the test if there is no such tool."""
-    done: dict[tuple[Tool, str, str], dict[str, Any]] = {}
-
-    def run_once(tool: Tool, script: str, prefix: str) -> dict[str, Any]:
-        key = (tool, script, prefix)
-        if key not in done:
-            try:
-                done[key] = run_script(
-                    tool,
-                    script,
-                    tmp_path_factory.mktemp("home"),
-                    url=server.url,
-                    base_url=server.url + prefix,
-                    key=KEY,
-                    model=server.model,
-                    tokenizer=str(ZOO / MODEL.removeprefix("zoo:")),
-                    prompt=PROMPT,
-                    messages=MESSAGES,
-                    question=MESSAGES[1]["content"],
-                    max_tokens=MAX_TOKENS,
-                    call_tokens=CALL_TOKENS,
-                )
-            except NotInstalledError as error:
-                pytest.skip(str(error))
-        return done[key]
-
-    return run_once
-
-
-@pytest.fixture
-def prefix() -> str:
-    return "/openai/v1"
-
-
 @pytest.fixture
 def tool(request: pytest.FixtureRequest) -> Any:
     """The client that a test runs: the module's, `TOOL`, unless the module has several."""
@@ -109,9 +56,9 @@ def tool(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest, run: Run, tool: Tool, prefix: str) -> dict[str, Any]:
-    """The report of the client's script, `SCRIPT`."""
-    return run(tool, request.module.SCRIPT, prefix)
+def what(request: pytest.FixtureRequest) -> str:
+    """What the test runs, for the table: the first line of its docstring."""
+    return (request.function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 # ---------------------------------------------------------------------- the table
@@ -122,8 +69,8 @@ def _noted(request: pytest.FixtureRequest, record_property: Callable[[str, objec
     """Record a test's cells of the table as a property, which reaches the main process of pytest-xdist, too."""
     if "phase" in request.fixturenames:
         tool = request.getfixturevalue("tool")
-        what = (request.function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        record_property("client", [tool.title, tool.version, what, request.getfixturevalue("phase")])
+        cells = [tool.title, tool.version, request.getfixturevalue("what"), request.getfixturevalue("phase")]
+        record_property("client", cells)
 
 
 class Results:

@@ -17,17 +17,7 @@ import pytest
 from common.models.registry import ZOO
 from common.startup.phases import find_phase
 from tests.clients.forcing import ForcingProxy
-from tests.clients.support import (
-    CLAUDE_CODE,
-    CLINE,
-    CODEX,
-    KEY,
-    OPENCODE,
-    QWEN_CODE,
-    NotInstalledError,
-    Tool,
-    clean_environment,
-)
+from tests.clients.support import KEY, NotInstalledError, Tool, clean_environment
 from tests.server.support import ServerProcess
 
 pytestmark = [
@@ -119,13 +109,31 @@ def claude_code(home: Path, url: str) -> dict[str, str]:
 
 
 AGENTS = {
-    "codex": Agent(CODEX, "codex", "get_goal", codex, ("exec", "--skip-git-repo-check")),
-    "opencode": Agent(OPENCODE, "opencode", "glob", opencode, ("run",)),
-    "qwen-code": Agent(QWEN_CODE, "qwen", "glob", qwen_code, ("--auth-type", "openai", "-p")),
-    "cline": Agent(
-        CLINE, "cline", "search_codebase", cline, ("-P", "openai-compatible", "-m", MODEL, "--json")
+    "codex": Agent(
+        Tool("Codex CLI", ("@openai/codex@0.171.0",)),
+        "codex",
+        "get_goal",
+        codex,
+        ("exec", "--skip-git-repo-check"),
     ),
-    "claude-code": Agent(CLAUDE_CODE, "claude", "Read", claude_code, ("-p",)),
+    "opencode": Agent(Tool("opencode", ("opencode-ai@1.18.33",)), "opencode", "glob", opencode, ("run",)),
+    "qwen-code": Agent(
+        Tool("qwen-code", ("@qwen-code/qwen-code@0.24.4",)),
+        "qwen",
+        "glob",
+        qwen_code,
+        ("--auth-type", "openai", "-p"),
+    ),
+    "cline": Agent(
+        Tool("Cline CLI", ("cline@3.0.65",)),
+        "cline",
+        "search_codebase",
+        cline,
+        ("-P", "openai-compatible", "-m", MODEL, "--json"),
+    ),
+    "claude-code": Agent(
+        Tool("Claude Code", ("@anthropic-ai/claude-code@2.1.332",)), "claude", "Read", claude_code, ("-p",)
+    ),
 }
 
 

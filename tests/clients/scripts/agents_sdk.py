@@ -1,26 +1,14 @@
 """`openai-agents`: an agent with one tool, whole and streamed."""
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from fox import called, find_fox
 from harness import GIVEN, caught, report
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
-called: list[list[Any]] = []
-
-
-@function_tool
-def find_fox(place: Literal["forest", "river"], brave: bool) -> str:
-    """Find a fox.
-
-    Args:
-        place: where to look.
-        brave: whether it has to be brave.
-    """
-    called.append([place, brave])
-    return "There is one fox."
 
 
 def agent(**settings: Any) -> Agent:
@@ -29,23 +17,22 @@ def agent(**settings: Any) -> Agent:
         name="storyteller",
         instructions="You tell short stories.",
         model=OpenAIResponsesModel(GIVEN["model"], client),
-        tools=[find_fox],
+        tools=[function_tool(find_fox)],
         model_settings=ModelSettings(**{"temperature": 0, "tool_choice": "required"} | settings),
     )
 
 
 def described(result: Any) -> dict[str, Any]:
+    """Check a run's items and usage: a call, its output, and an answer that has read it."""
+    items = [item.type for item in result.new_items]
+    assert items == ["tool_call_item", "tool_call_output_item", "message_output_item"]
     usage = result.context_wrapper.usage
-    return {
-        "calls": called.copy(),
-        "items": [item.type for item in result.new_items],
-        "text": result.final_output,
-        "requests": usage.requests,
-        "usage": [usage.input_tokens, usage.output_tokens, usage.total_tokens],
-    }
+    assert usage.requests == 2
+    assert usage.input_tokens + usage.output_tokens == usage.total_tokens
+    return {"calls": called.copy(), "text": result.final_output}
 
 
-def loop() -> Any:
+def whole() -> Any:
     called.clear()
     return described(asyncio.run(Runner.run(agent(), GIVEN["question"], max_turns=3)))
 
@@ -59,16 +46,18 @@ def streamed() -> Any:
             async for event in result.stream_events()
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
         ]
-        return described(result) | {"pieces": pieces}
+        assert len(pieces) > 3, "it came at once"
+        assert "".join(pieces) == result.final_output
+        return described(result)
 
-    return asyncio.run(run())
+    said = asyncio.run(run())
+    assert said == whole()
+    return said
 
 
 def refusals() -> Any:
-    def ask(**settings: Any) -> Any:
-        return asyncio.run(Runner.run(agent(**settings), GIVEN["question"], max_turns=3))
-
-    return {"value": caught(lambda: ask(top_p=2)), "next": loop()}
+    refused = agent(top_p=2)
+    return {"value": caught(lambda: asyncio.run(Runner.run(refused, GIVEN["question"], max_turns=3)))}
 
 
-report(loop, streamed, refusals)
+report(refusal=[refusals], loop=[whole, streamed])

@@ -4,8 +4,8 @@ import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
+import { check, given, joined, report } from "./harness.mjs";
 
-const given = JSON.parse(process.argv[2]);
 const compatible = createOpenAICompatible({
   name: "infer",
   baseURL: given.base_url,
@@ -32,20 +32,21 @@ async function streamed(settings) {
   const answer = streamText({ ...settings, onError: () => {} });
   const pieces = [];
   for await (const piece of answer.textStream) pieces.push(piece);
-  return { text: pieces.join(""), pieces, usage: usageOf(await answer.usage) };
+  return { ...joined(pieces), usage: usageOf(await answer.usage) };
 }
 
-const finds = (called) => ({
+const fox = jsonSchema({
+  type: "object",
+  properties: { place: { type: "string", enum: ["forest", "river"] }, brave: { type: "boolean" } },
+  required: ["place", "brave"],
+  additionalProperties: false,
+});
+const finds = (calls) => ({
   find_fox: tool({
     description: "Find a fox.",
-    inputSchema: jsonSchema({
-      type: "object",
-      properties: { place: { type: "string", enum: ["forest", "river"] }, brave: { type: "boolean" } },
-      required: ["place", "brave"],
-      additionalProperties: false,
-    }),
+    inputSchema: fox,
     execute: async ({ place, brave }) => {
-      called.push([place, brave]);
+      calls.push([place, brave]);
       return "There is one fox.";
     },
   }),
@@ -53,60 +54,47 @@ const finds = (called) => ({
 
 // A forced call, its result, and an answer that has read it.
 async function loop(model) {
-  const called = [];
+  const calls = [];
   const answer = await generateText({
     ...chat,
     maxOutputTokens: given.call_tokens,
     model,
-    tools: finds(called),
+    tools: finds(calls),
     stopWhen: stepCountIs(2),
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
   });
-  return { called, steps: answer.steps.map((step) => step.finishReason), text: answer.text };
+  check(answer.steps[0].finishReason === "tool-calls", answer.steps[0].finishReason);
+  return { calls, text: answer.text };
 }
 
-const parts = {
-  completion: () => whole({ ...greedy, model: compatible.completionModel(given.model), prompt: given.prompt }),
-  chat: () => whole({ ...chat, model: compatible(given.model) }),
-  chat_stream: () => streamed({ ...chat, model: compatible(given.model) }),
-  chat_loop: () => loop(compatible(given.model)),
-  async chat_object() {
-    const schema = { type: "object", properties: { brave: { type: "boolean" } }, required: ["brave"], additionalProperties: false };
-    const output = Output.object({ schema: jsonSchema(schema) });
-    return (await generateText({ ...chat, maxOutputTokens: given.call_tokens, model: compatible(given.model), output })).output;
-  },
-  responses: () => whole({ ...chat, model: openai.responses(given.model) }),
-  responses_stream: () => streamed({ ...chat, model: openai.responses(given.model) }),
-  responses_loop: () => loop(openai.responses(given.model)),
-  // The second turn names the first turn's message by its id; then by the id of the first response.
-  async second_turn() {
-    const model = openai.responses(given.model);
-    const first = await generateText({ ...chat, model });
-    const more = { role: "user", content: "And then?" };
-    const second = await generateText({
-      ...chat,
-      model,
-      messages: [...chat.messages, ...first.responseMessages, more],
-    });
-    const third = await generateText({
-      ...greedy,
-      model,
-      messages: [more],
-      providerOptions: { openai: { previousResponseId: first.finalStep.response.id } },
-    });
-    return { first: first.text, second: second.text, third: third.text };
-  },
-  messages: () => whole({ ...chat, model: anthropic(given.model) }),
-  messages_stream: () => streamed({ ...chat, model: anthropic(given.model) }),
-  messages_loop: () => loop(anthropic(given.model)),
-};
-
-const said = {};
-for (const [name, part] of Object.entries(parts)) {
-  try {
-    said[name] = { returned: await part() };
-  } catch (error) {
-    said[name] = { raised: `${error.stack}\n${error.responseBody ?? ""}\n${JSON.stringify(error.requestBodyValues ?? "")}` };
-  }
+// The second turn names the first turn's message by its id; then by the id of the first response.
+async function turns() {
+  const model = openai.responses(given.model);
+  const first = await generateText({ ...chat, model });
+  const more = { role: "user", content: "And then?" };
+  const second = await generateText({ ...chat, model, messages: [...chat.messages, ...first.responseMessages, more] });
+  const third = await generateText({
+    ...greedy,
+    model,
+    messages: [more],
+    providerOptions: { openai: { previousResponseId: first.finalStep.response.id } },
+  });
+  check(second.text && third.text === second.text, `${second.text} | ${third.text}`);
+  return { text: first.text };
 }
-console.log("\n" + JSON.stringify(said));
+
+const models = { chat: compatible(given.model), responses: openai.responses(given.model), messages: anthropic(given.model) };
+const ofEachModel = (part) => Object.fromEntries(Object.entries(models).map(([name, model]) => [name, () => part(model)]));
+
+await report({
+  chat: { ...ofEachModel(async (model) => [await whole({ ...chat, model }), await streamed({ ...chat, model })]), turns },
+  loop: ofEachModel(loop),
+  fox: {
+    async object() {
+      const output = Output.object({ schema: fox });
+      return (await generateText({ ...chat, maxOutputTokens: given.call_tokens, model: models.chat, output })).output;
+    },
+  },
+  // The library writes roles around the prompt.
+  said: { completion: () => whole({ ...greedy, model: compatible.completionModel(given.model), prompt: given.prompt }) },
+});

@@ -13,7 +13,7 @@ REQUESTS = 6
 
 
 def chat() -> Any:
-    """Send requests, two at a time, and return the tool's numbers of each."""
+    """Send requests, two at a time, and check the tokens that the tool counted of each."""
     folder = pathlib.Path("aiperf").absolute()
     command = [str(pathlib.Path(sys.executable).parent / "aiperf"), "profile", "--ui", "none"]
     command += ["--model", GIVEN["model"], "--url", GIVEN["url"], "--api-key", GIVEN["key"]]
@@ -35,7 +35,9 @@ def chat() -> Any:
     if not records.is_file():
         raise AssertionError(ran.stdout + ran.stderr)
     known = [json.loads(line)["metrics"] for line in records.read_text().splitlines()]
-    return {"sent": REQUESTS, "tokens": [each["output_sequence_length"]["value"] for each in known]}
+    tokens = [each["output_sequence_length"]["value"] for each in known]
+    assert tokens == [GIVEN["max_tokens"]] * REQUESTS
+    return tokens
 
 
-report(chat)
+report(said=[chat])

@@ -1,9 +1,10 @@
 """`anthropic`: messages whole and streamed, a loop with a tool, tokens counted, refusals."""
 
-from typing import Any, Literal
+from typing import Any
 
 from anthropic import Anthropic, beta_tool
-from harness import GIVEN, caught, report
+from fox import Fox, called, find_fox
+from harness import GIVEN, caught, joined, report
 
 client = Anthropic(base_url=GIVEN["url"], api_key=GIVEN["key"], max_retries=0)
 system, *messages = GIVEN["messages"]
@@ -17,15 +18,7 @@ asked: dict[str, Any] = {
 FIND_FOX: Any = {
     "name": "find_fox",
     "description": "Find a fox.",
-    "input_schema": {
-        "type": "object",
-        "properties": {
-            "place": {"type": "string", "enum": ["forest", "river"]},
-            "brave": {"type": "boolean"},
-        },
-        "required": ["place", "brave"],
-        "additionalProperties": False,
-    },
+    "input_schema": Fox.model_json_schema(),
 }
 
 
@@ -38,7 +31,8 @@ def usage_of(message: Any) -> list[int]:
 def whole() -> Any:
     message = client.messages.create(**asked)
     (block,) = message.content
-    return {"text": block.text, "usage": usage_of(message), "stop_reason": message.stop_reason}
+    assert message.stop_reason in ("max_tokens", "end_turn")
+    return {"text": block.text, "usage": usage_of(message)}
 
 
 def streamed() -> Any:
@@ -46,7 +40,8 @@ def streamed() -> Any:
         pieces = list(stream.text_stream)
         message = stream.get_final_message()
     (block,) = message.content
-    return {"text": block.text, "pieces": pieces, "usage": usage_of(message)}
+    assert block.text == "".join(pieces)
+    return joined(pieces) | {"usage": usage_of(message)}
 
 
 def loop() -> Any:
@@ -54,6 +49,7 @@ def loop() -> Any:
     more = asked | {"max_tokens": GIVEN["call_tokens"], "tools": [FIND_FOX]}
     with client.messages.stream(**more, tool_choice={"type": "tool", "name": "find_fox"}) as stream:
         first = stream.get_final_message()
+    assert first.stop_reason == "tool_use"
     (call,) = [block for block in first.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "There is one fox."}
     turns = [
@@ -64,32 +60,28 @@ def loop() -> Any:
     second = client.messages.create(**more | {"messages": turns, "tool_choice": {"type": "none"}})
     return {
         "calls": [[call.input["place"], call.input["brave"]]],
-        "stop_reason": first.stop_reason,
         "text": "".join(block.text for block in second.content),
     }
 
 
 def runner() -> Any:
     """The library's own loop; its bound ends it, since the call stays forced."""
-    called: list[list[Any]] = []
-
-    @beta_tool
-    def find_fox(place: Literal["forest", "river"], brave: bool) -> str:
-        """Find a fox."""
-        called.append([place, brave])
-        return "There is one fox."
-
     more = asked | {"max_tokens": GIVEN["call_tokens"]}
     forced: Any = {"type": "tool", "name": "find_fox"}
-    loop = client.beta.messages.tool_runner(**more, tools=[find_fox], tool_choice=forced, max_iterations=2)
-    messages = list(loop)
-    return {"calls": called[:1], "messages": len(messages)}
+    loop = client.beta.messages.tool_runner(
+        **more, tools=[beta_tool(find_fox)], tool_choice=forced, max_iterations=2
+    )
+    for _ in loop:
+        pass
+    place, brave = called[0]
+    return {"place": place, "brave": brave}
 
 
 def counted() -> Any:
     count = client.messages.count_tokens(
         model=asked["model"], system=asked["system"], messages=asked["messages"]
     )
+    assert count.input_tokens == usage_of(client.messages.create(**asked))[0]
     return count.input_tokens
 
 
@@ -99,8 +91,7 @@ def refusals() -> Any:
         "key": caught(lambda: wrong_key.messages.create(**asked)),
         "value": caught(lambda: client.messages.create(**asked | {"extra_body": {"top_p": 2}})),
         "model": caught(lambda: client.messages.create(**asked | {"model": "another"})),
-        "next": whole(),
     }
 
 
-report(whole, streamed, loop, runner, counted, refusals)
+report(refusal=[refusals], chat=[whole, streamed], loop=[loop], fox=[runner], said=[counted])

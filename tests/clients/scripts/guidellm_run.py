@@ -12,7 +12,7 @@ REQUESTS = 6
 
 
 def guidellm(name: str, backend: dict[str, Any], body: dict[str, Any]) -> Any:
-    """Send requests, two at a time, and return the tool's record of each."""
+    """Send requests, two at a time, and return the tool's records, by outcome."""
     served = {
         "kind": "openai_http",
         "model": GIVEN["model"],
@@ -35,33 +35,46 @@ def guidellm(name: str, backend: dict[str, Any], body: dict[str, Any]) -> Any:
     if not result.is_file():
         raise AssertionError(ran.stdout + ran.stderr)
     (benchmark,) = json.loads(result.read_text())["benchmarks"]
+    return benchmark["requests"]
+
+
+def answers_of(requests: Any) -> Any:
+    assert len(requests["successful"]) == REQUESTS, requests["errored"]
+    return [answer_of(request) for request in requests["successful"]]
+
+
+def answer_of(request: Any) -> Any:
+    """Return what was asked, the text, the usage and the number of pieces."""
+    body = json.loads(request["request_args"])["body"]
+    asked = {name: body[name] for name in ("prompt", "messages") if name in body}
+    for message in asked.get("messages", ()):
+        message["content"] = "\n".join(piece["text"] for piece in message["content"])
+    tokens = [request[name]["text_tokens"] for name in ("input_metrics", "output_metrics")]
+    assert tokens[1] == GIVEN["max_tokens"]
     return {
-        "sent": REQUESTS,
-        "errors": [each["info"]["error"] for each in benchmark["requests"]["errored"]],
-        "successful": [
-            {
-                "body": json.loads(each["request_args"])["body"],
-                "text": each["output"],
-                "tokens": [each["input_metrics"]["text_tokens"], each["output_metrics"]["text_tokens"]],
-                "pieces": each["info"]["timings"]["token_iterations"],
-            }
-            for each in benchmark["requests"]["successful"]
-        ],
+        "asked": asked | {"ignore_eos": True},
+        "text": request["output"],
+        "usage": [*tokens, sum(tokens)],
+        "gaps": request["info"]["timings"]["token_iterations"],
     }
 
 
+def refused() -> Any:
+    requests = guidellm("refused", {"target": GIVEN["url"]}, {"top_p": 2})
+    assert requests["errored"]
+    assert not requests["successful"]
+    return "refused"
+
+
 def chat() -> Any:
-    return guidellm("chat", {"target": GIVEN["url"]}, {"temperature": 0})
+    return answers_of(guidellm("chat", {"target": GIVEN["url"]}, {"temperature": 0}))
 
 
 def completions() -> Any:
     # The tool asks for /health below its target, but `/openai` has only OpenAI's routes.
     strict = {"target": GIVEN["url"] + "/openai", "validate_backend": False}
-    return guidellm("completions", strict | {"request_format": "/v1/completions"}, {"temperature": 0})
+    form = strict | {"request_format": "/v1/completions"}
+    return answers_of(guidellm("completions", form, {"temperature": 0}))
 
 
-def refused() -> Any:
-    return guidellm("refused", {"target": GIVEN["url"]}, {"top_p": 2})
-
-
-report(chat, completions, refused)
+report(said=[refused], chat=[chat], text=[completions])

@@ -3,43 +3,42 @@
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-#: Values from the test: `base_url`, `url`, `key`, `model`, `tokenizer`, `prompt`, `messages`, `max_tokens`.
+#: Values from the test: `base_url`, `url`, `key`, `model`, `tokenizer`, `prompt`, `messages`, `question`,
+#: `max_tokens`, `call_tokens` (enough for a call).
 GIVEN: dict[str, Any] = json.loads(sys.argv[1])
-
-USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 def usage_of(usage: Any) -> list[int]:
-    return [getattr(usage, name) for name in USAGE]
+    """Return the numbers of a usage that has OpenAI's names for chat."""
+    return [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens]
 
 
-def described(error: BaseException) -> dict[str, Any]:
-    """Return an exception's types, status and message, for a test to check."""
-    return {
-        "types": [kind.__name__ for kind in type(error).__mro__],
-        "status": getattr(error, "status_code", None),
-        "message": str(error),
-    }
+def joined(pieces: Iterable[str | None]) -> dict[str, Any]:
+    """Return a streamed text, and its pieces that are not empty."""
+    full = [piece for piece in pieces if piece]
+    return {"text": "".join(full), "pieces": full}
 
 
 def caught(ask: Callable[[], Any]) -> dict[str, Any]:
-    """Return the description of the exception that a call must raise."""
+    """Return the types and the message of the exception that a call must raise."""
     try:
         answer = ask()
     except Exception as error:
-        return described(error)
+        return {"types": [kind.__name__ for kind in type(error).__mro__], "message": str(error)}
     raise AssertionError(f"it was answered: {answer}")
 
 
-def report(*parts: Callable[[], Any]) -> None:
-    """Run every part, and print what each returned or raised."""
-    said: dict[str, Any] = {}
-    for each in parts:
-        try:
-            said[each.__name__] = {"returned": each()}
-        except Exception:
-            said[each.__name__] = {"raised": traceback.format_exc()}
+def report(**kinds: list[Callable[[], Any]]) -> None:
+    """Run every part, and print what each returned or raised. The kinds are those of `test_clients.py`."""
+    said: dict[str, dict[str, Any]] = {}
+    for kind, parts in kinds.items():
+        said[kind] = {}
+        for part in parts:
+            try:
+                said[kind][part.__name__] = {"returned": part()}
+            except Exception:
+                said[kind][part.__name__] = {"raised": traceback.format_exc()}
     print("\n" + json.dumps(said))

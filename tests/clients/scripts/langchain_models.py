@@ -1,11 +1,13 @@
 """`langchain-openai`: its chat model and its completion model."""
 
 import asyncio
+import functools
+import operator
 from typing import Any
 
-from harness import GIVEN, caught, report
+from fox import Fox
+from harness import GIVEN, caught, joined, report
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict
 
 OPTIONS: dict[str, Any] = {
     "base_url": GIVEN["base_url"],
@@ -20,24 +22,19 @@ chat_model = ChatOpenAI(**OPTIONS, stream_usage=True)
 text_model = OpenAI(**OPTIONS)
 
 
-class Fox(BaseModel):
-    """Whether a fox is brave."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    brave: bool
-
-
 def usage_of(message: Any) -> list[int]:
     return [message.usage_metadata[name] for name in ("input_tokens", "output_tokens", "total_tokens")]
 
 
-def joined(chunks: list[Any]) -> dict[str, Any]:
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    pieces = [chunk.content for chunk in chunks if chunk.content]
-    return {"text": whole.content, "pieces": pieces, "usage": usage_of(whole)}
+def added(chunks: list[Any]) -> Any:
+    """Return the message that the chunks add up to."""
+    return functools.reduce(operator.add, chunks)
+
+
+def gathered(chunks: list[Any]) -> dict[str, Any]:
+    whole = added(chunks)
+    pieces = joined(chunk.content for chunk in chunks)
+    return pieces | {"text": whole.content, "usage": usage_of(whole)}
 
 
 def chat() -> Any:
@@ -46,12 +43,12 @@ def chat() -> Any:
 
 
 def chat_stream() -> Any:
-    return joined(list(chat_model.stream(MESSAGES)))
+    return gathered(list(chat_model.stream(MESSAGES)))
 
 
 def asynchronous() -> Any:
     async def streamed() -> dict[str, Any]:
-        return joined([chunk async for chunk in chat_model.astream(MESSAGES)])
+        return gathered([chunk async for chunk in chat_model.astream(MESSAGES)])
 
     async def whole() -> dict[str, Any]:
         return {"text": (await chat_model.ainvoke(MESSAGES)).content}
@@ -73,27 +70,22 @@ def text() -> Any:
 
 
 def text_stream() -> Any:
-    pieces = [piece for piece in text_model.stream(GIVEN["prompt"]) if piece]
-    return {"text": "".join(pieces), "pieces": pieces}
+    return joined(text_model.stream(GIVEN["prompt"]))
 
 
 def structured() -> Any:
-    model = ChatOpenAI(**OPTIONS | {"max_tokens": 60})
+    model = ChatOpenAI(**OPTIONS | {"max_tokens": GIVEN["call_tokens"]})
     return model.with_structured_output(Fox, method="json_schema").invoke(MESSAGES).model_dump()
 
 
 def tools() -> Any:
-    model = ChatOpenAI(**OPTIONS | {"max_tokens": 60})
+    model = ChatOpenAI(**OPTIONS | {"max_tokens": GIVEN["call_tokens"]})
     bound = model.bind_tools([Fox], tool_choice="Fox")
-    streamed = list(bound.stream(MESSAGES))
-    whole = streamed[0]
-    for chunk in streamed[1:]:
-        whole += chunk
+    streamed = added(list(bound.stream(MESSAGES)))
     parsed = model.with_structured_output(Fox, method="function_calling").invoke(MESSAGES)
-    return [
-        *(call["args"] for call in (*bound.invoke(MESSAGES).tool_calls, *whole.tool_calls)),
-        parsed.model_dump(),
-    ]
+    (called,), (same,) = bound.invoke(MESSAGES).tool_calls, streamed.tool_calls
+    assert called["args"] == same["args"] == parsed.model_dump()
+    return called["args"]
 
 
 def refusals() -> Any:
@@ -101,8 +93,12 @@ def refusals() -> Any:
         "key": caught(lambda: ChatOpenAI(**OPTIONS | {"api_key": "wrong"}).invoke(MESSAGES)),
         "value": caught(lambda: ChatOpenAI(**OPTIONS, top_p=2).invoke(MESSAGES)),
         "model": caught(lambda: ChatOpenAI(**OPTIONS | {"model": "another"}).invoke(MESSAGES)),
-        "next": chat(),
     }
 
 
-report(chat, chat_stream, asynchronous, batch, text, text_stream, structured, tools, refusals)
+report(
+    refusal=[refusals],
+    chat=[chat, chat_stream, asynchronous, batch],
+    text=[text, text_stream],
+    fox=[structured, tools],
+)

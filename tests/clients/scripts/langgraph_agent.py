@@ -1,8 +1,9 @@
 """LangGraph: a graph of a model and a tool, streamed, with a memory of earlier turns."""
 
-from typing import Any, Literal
+from typing import Any
 
-from harness import GIVEN, report
+from fox import called, find_fox
+from harness import GIVEN, joined, report
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -10,16 +11,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 
-called: list[list[Any]] = []
-
-
-@tool
-def find_fox(place: Literal["forest", "river"], brave: bool) -> str:
-    """Find a fox."""
-    called.append([place, brave])
-    return "There is one fox."
-
-
+fox_tool = tool(find_fox)
 model = ChatOpenAI(
     base_url=GIVEN["base_url"],
     api_key=GIVEN["key"],
@@ -33,14 +25,14 @@ model = ChatOpenAI(
 def ask(state: MessagesState) -> Any:
     """Force a call for a question; answer in words once the tool has spoken."""
     has_result = isinstance(state["messages"][-1], ToolMessage)
-    bound = model.bind_tools([find_fox], tool_choice="none" if has_result else "find_fox")
+    bound = model.bind_tools([fox_tool], tool_choice="none" if has_result else "find_fox")
     return {"messages": [bound.invoke(state["messages"])]}
 
 
 def loop() -> Any:
     graph = StateGraph(MessagesState)
     graph.add_node("model", ask)
-    graph.add_node("tools", ToolNode([find_fox]))
+    graph.add_node("tools", ToolNode([fox_tool]))
     graph.add_edge(START, "model")
     graph.add_conditional_edges("model", lambda state: "tools" if state["messages"][-1].tool_calls else END)
     graph.add_edge("tools", "model")
@@ -50,7 +42,10 @@ def loop() -> Any:
     for question in (GIVEN["question"], "And then?"):
         state = compiled.invoke({"messages": [("user", question)]}, thread)
         turns.append(state["messages"][-1].content)
-    return {"turns": turns, "calls": called, "messages": [each.type for each in state["messages"]]}
+    assert [each.type for each in state["messages"]] == ["human", "ai", "tool", "ai"] * 2
+    assert all(turns)
+    assert len(called) == 2
+    return {"calls": called, "text": turns[0]}
 
 
 def streamed() -> Any:
@@ -58,8 +53,7 @@ def streamed() -> Any:
     graph.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
     graph.add_edge(START, "model")
     said = graph.compile().stream({"messages": GIVEN["messages"]}, stream_mode="messages")
-    pieces = [chunk.content for chunk, _ in said if chunk.content]
-    return {"text": "".join(pieces), "pieces": pieces}
+    return joined(chunk.content for chunk, _ in said) | {"asked": {"max_tokens": GIVEN["call_tokens"]}}
 
 
-report(loop, streamed)
+report(loop=[loop], chat=[streamed])

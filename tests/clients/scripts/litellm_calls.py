@@ -1,10 +1,12 @@
 """`litellm`: the library behind its proxy."""
 
 import asyncio
+import json
 from typing import Any
 
 import litellm
-from harness import GIVEN, caught, report, usage_of
+from fox import Fox
+from harness import GIVEN, caught, joined, report, usage_of
 
 OPTIONS: dict[str, Any] = {
     "api_base": GIVEN["base_url"],
@@ -21,11 +23,10 @@ TEXT: dict[str, Any] = OPTIONS | {
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def joined(chunks: list[Any]) -> dict[str, Any]:
-    deltas = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
-    pieces = [piece for piece in deltas if piece]
+def gathered(chunks: list[Any]) -> dict[str, Any]:
     (usage,) = [chunk.usage for chunk in chunks if getattr(chunk, "usage", None)]
-    return {"text": "".join(pieces), "pieces": pieces, "usage": usage_of(usage)}
+    pieces = joined(chunk.choices[0].delta.content for chunk in chunks if chunk.choices)
+    return pieces | {"usage": usage_of(usage)}
 
 
 def chat() -> Any:
@@ -34,12 +35,12 @@ def chat() -> Any:
 
 
 def chat_stream() -> Any:
-    return joined(list(litellm.completion(**CHAT, **STREAM)))
+    return gathered(list(litellm.completion(**CHAT, **STREAM)))
 
 
 def asynchronous() -> Any:
     async def streamed() -> dict[str, Any]:
-        return joined([chunk async for chunk in await litellm.acompletion(**CHAT, **STREAM)])
+        return gathered([chunk async for chunk in await litellm.acompletion(**CHAT, **STREAM)])
 
     async def all_of_them() -> list[dict[str, Any]]:
         return list(await asyncio.gather(*(streamed() for _ in range(3))))
@@ -54,24 +55,15 @@ def text() -> Any:
 
 def text_stream() -> Any:
     chunks = litellm.text_completion(**TEXT, stream=True)
-    pieces = [piece for chunk in chunks if chunk.choices and (piece := chunk.choices[0].text)]
-    return {"text": "".join(pieces), "pieces": pieces}
+    return joined(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
 def tools() -> Any:
     fox = {
         "type": "function",
-        "function": {
-            "name": "find_fox",
-            "parameters": {
-                "type": "object",
-                "properties": {"brave": {"type": "boolean"}},
-                "required": ["brave"],
-                "additionalProperties": False,
-            },
-        },
+        "function": {"name": "find_fox", "parameters": Fox.model_json_schema()},
     }
-    asked = CHAT | {"max_tokens": 60, "tools": [fox]}
+    asked = CHAT | {"max_tokens": GIVEN["call_tokens"], "tools": [fox]}
     one = {"tool_choice": "required", "parallel_tool_calls": False}
     named = {"tool_choice": {"type": "function", "function": {"name": "find_fox"}}}
     whole = litellm.completion(**asked, **one)
@@ -79,15 +71,15 @@ def tools() -> Any:
     message = whole.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "There is one fox."}
     told = asked | {"messages": [*GIVEN["messages"], message, result]}
-    return {
-        "reasons": [answer.choices[0].finish_reason for answer in (whole, streamed)],
-        "calls": [
-            [call.function.name, call.function.arguments]
-            for answer in (whole, streamed)
-            for call in answer.choices[0].message.tool_calls
-        ],
-        "text": litellm.completion(**told).choices[0].message.content,
-    }
+    assert litellm.completion(**told).choices[0].message.content
+    return [called_fox(answer) for answer in (whole, streamed)]
+
+
+def called_fox(answer: Any) -> Any:
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "find_fox")
+    return json.loads(call.function.arguments)
 
 
 def refusals() -> Any:
@@ -96,8 +88,12 @@ def refusals() -> Any:
         "value": caught(lambda: litellm.completion(**CHAT, top_p=2)),
         "model": caught(lambda: litellm.completion(**CHAT | {"model": "openai/another"})),
         "in a stream": caught(lambda: list(litellm.completion(**CHAT, top_p=2, stream=True))),
-        "next": chat(),
     }
 
 
-report(chat, chat_stream, asynchronous, text, text_stream, tools, refusals)
+report(
+    refusal=[refusals],
+    chat=[chat, chat_stream, asynchronous],
+    text=[text, text_stream],
+    fox=[tools],
+)

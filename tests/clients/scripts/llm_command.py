@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import yaml
-from harness import GIVEN, caught, report
+from harness import GIVEN, caught, joined, report
 
 USER = pathlib.Path.cwd()
 os.environ["LLM_USER_PATH"] = str(USER)
@@ -31,7 +31,8 @@ def llm(*arguments: str) -> dict[str, Any]:
     """Run the command as its users do."""
     command = pathlib.Path(sys.executable).parent / "llm"
     ran = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
-    return {"text": ran.stdout.removesuffix("\n"), "status": ran.returncode, "log": ran.stderr}
+    assert ran.returncode == 0, ran.stderr
+    return {"text": ran.stdout.removesuffix("\n"), "log": ran.stderr}
 
 
 def chat() -> Any:
@@ -39,7 +40,10 @@ def chat() -> Any:
 
 
 def chat_at_once() -> Any:
-    return llm("-m", "served", "--no-stream", *OPTIONS, "--usage", "--system", SYSTEM, QUESTION)
+    said = llm("-m", "served", "--no-stream", *OPTIONS, "--usage", "--system", SYSTEM, QUESTION)
+    prompt, output, _ = library()["usage"]
+    assert f"{prompt} input, {output} output" in said["log"]
+    return said
 
 
 def text() -> Any:
@@ -53,11 +57,20 @@ def text_at_once() -> Any:
 def continued() -> Any:
     """Continue a conversation: the tool sends its log of the first question and answer with the second question."""
     first = llm("-m", "served", *OPTIONS, "--system", SYSTEM, QUESTION)
-    return {"first": first, "second": llm("--continue", *OPTIONS, "And then?")}
+    talk = [
+        *GIVEN["messages"],
+        {"role": "assistant", "content": first["text"]},
+        {"role": "user", "content": "And then?"},
+    ]
+    return [first, llm("--continue", *OPTIONS, "And then?") | {"asked": {"messages": talk}}]
 
 
 def schema() -> Any:
-    return llm("-m", "served", "-o", "temperature", "0", "--schema", "brave bool", QUESTION)
+    said = json.loads(
+        llm("-m", "served", "-o", "temperature", "0", "--schema", "brave bool", QUESTION)["text"]
+    )
+    assert "brave" in said
+    return said
 
 
 def library() -> Any:
@@ -65,13 +78,9 @@ def library() -> Any:
 
     model = llm.get_model("served")
     answer = model.prompt(QUESTION, system=SYSTEM, temperature=0, max_tokens=GIVEN["max_tokens"])
-    pieces = [piece for piece in answer if piece]
+    pieces = joined(answer)
     usage = answer.usage()
-    return {
-        "text": "".join(pieces),
-        "pieces": pieces,
-        "usage": [usage.input, usage.output, usage.input + usage.output],
-    }
+    return pieces | {"usage": [usage.input, usage.output, usage.input + usage.output]}
 
 
 def tools() -> Any:
@@ -89,22 +98,24 @@ def tools() -> Any:
     options = {"temperature": 0, "max_tokens": GIVEN["max_tokens"]}
     chain = model.chain(QUESTION, system=SYSTEM, tools=[find_fox], options=options)
     answers = list(chain.responses())
-    tokens = answers[0].usage().input
+    assert answers[0].usage().input > library()["usage"][0], "the model is told of the function"
     call = llm.ToolResult(name="find_fox", output="There is one fox.", tool_call_id="call_1")
     told = model.prompt("Go on.", tools=[find_fox], tool_results=[call], **options)
-    return {"texts": [answer.text() for answer in answers], "tokens": tokens, "told": told.text()}
+    return all(answer.text() for answer in answers) and told.text()
 
 
 def refusals() -> Any:
-    import llm as library
+    import llm as package
 
-    value = library.get_model("served")
-    return {
-        "value": caught(lambda: value.prompt(QUESTION, top_p=1, max_tokens=0).text()),
-        "model": llm("-m", "absent", QUESTION),
-        "key": llm("-m", "served", "--key", "wrong", QUESTION),
-        "next": chat(),
-    }
+    said = caught(lambda: package.get_model("served").prompt(QUESTION, max_tokens=0).text())
+    assert "BadRequestError" in said["types"]
+    assert "another" in caught(lambda: llm("-m", "absent", QUESTION))["message"]
+    assert "key" in caught(lambda: llm("-m", "served", "--key", "wrong", QUESTION))["message"]
+    return said["message"]
 
 
-report(chat, chat_at_once, text, text_at_once, continued, schema, library, tools, refusals)
+report(
+    said=[refusals, schema, tools],
+    chat=[chat, chat_at_once, continued, library],
+    text=[text, text_at_once],
+)

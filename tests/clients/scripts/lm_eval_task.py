@@ -74,4 +74,16 @@ def computed() -> Any:
     return evaluate("hf", pretrained=GIVEN["tokenizer"], dtype="float32", device="cpu", logits_cache=False)
 
 
-report(served, computed)
+def likelihoods() -> Any:
+    """Compare the server's log-likelihoods with those of `transformers`."""
+    ours, theirs = served(), computed()
+    assert len(ours["likelihoods"]) == len(QUESTIONS)
+    for row, expected in zip(ours["likelihoods"], theirs["likelihoods"], strict=True):
+        assert all(abs(a - b) < 1e-4 for a, b in zip(row, expected, strict=True)), (row, expected)
+    assert ours["greedy"] == theirs["greedy"]
+    assert ours["greedy"][0] == [True, False]
+    assert ours["accuracy"] == theirs["accuracy"]
+    return ours
+
+
+report(said=[likelihoods])

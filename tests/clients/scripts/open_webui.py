@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from harness import GIVEN, report
+from harness import GIVEN, joined, report
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -40,12 +40,12 @@ def ask(path: str, **body: Any) -> str:
 
 
 def connection() -> Any:
+    """The connection's check, and the list of models."""
     said = json.loads(ask("/openai/verify", url=GIVEN["url"] + "/v1", key=GIVEN["key"]))
-    return [model["id"] for model in said["data"]]
-
-
-def models() -> Any:
-    return [model["id"] for model in json.loads(ask("/api/models"))["data"]]
+    assert [model["id"] for model in said["data"]] == [GIVEN["model"]]
+    listed = [model["id"] for model in json.loads(ask("/api/models"))["data"]]
+    assert GIVEN["model"] in listed
+    return listed
 
 
 def chat() -> Any:
@@ -55,8 +55,7 @@ def chat() -> Any:
     events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: ")]
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    pieces = [choice["delta"].get("content") or "" for choice in choices]
-    return {"text": "".join(pieces), "pieces": [piece for piece in pieces if piece]}
+    return joined(choice["delta"].get("content") for choice in choices)
 
 
 def title() -> Any:
@@ -80,6 +79,6 @@ with (
         else:
             raise AssertionError(log.read_text())
         token = json.loads(ask("/api/v1/auths/signin", email="", password=""))["token"]
-        report(connection, models, chat, title)
+        report(said=[connection, title], chat=[chat])
     finally:
         server.kill()

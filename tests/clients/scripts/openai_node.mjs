@@ -1,8 +1,8 @@
 // The `openai` library for JavaScript: the same as its sister's for Python, in short.
 
 import OpenAI from "openai";
+import { caught, check, given, joined, report } from "./harness.mjs";
 
-const given = JSON.parse(process.argv[2]);
 const client = new OpenAI({ baseURL: given.base_url, apiKey: given.key, maxRetries: 0 });
 const greedy = { model: given.model, temperature: 0, max_tokens: given.max_tokens };
 const text = { ...greedy, prompt: given.prompt };
@@ -10,67 +10,47 @@ const chat = { ...greedy, messages: given.messages };
 const streamed = { stream: true, stream_options: { include_usage: true } };
 const usageOf = (usage) => [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens];
 
-async function gathered(stream, pieceOf) {
+async function gathered(stream) {
   const pieces = [];
   let usage = null;
   for await (const chunk of stream) {
-    const piece = chunk.choices.length ? pieceOf(chunk.choices[0]) : "";
-    if (piece) pieces.push(piece);
+    if (chunk.choices.length) pieces.push(textOf(chunk.choices[0]));
     usage = chunk.usage ?? usage;
   }
-  return { text: pieces.join(""), pieces, usage: usageOf(usage) };
+  return { ...joined(pieces), usage: usageOf(usage) };
 }
 
-async function caught(ask) {
-  try {
-    await ask();
-  } catch (error) {
-    return { types: [error.constructor.name], status: error.status, message: error.message };
-  }
-  throw new Error("it was answered");
-}
+const textOf = (choice) => choice.text ?? choice.message?.content ?? choice.delta?.content ?? "";
+const whole = (answer) => ({ text: textOf(answer.choices[0]), usage: usageOf(answer.usage) });
 
-const parts = {
-  async completion() {
-    const answer = await client.completions.create(text);
-    return { text: answer.choices[0].text, usage: usageOf(answer.usage) };
-  },
-  async completion_stream() {
-    return gathered(await client.completions.create({ ...text, ...streamed }), (choice) => choice.text);
-  },
-  async chat() {
-    const answer = await client.chat.completions.create(chat);
-    return { text: answer.choices[0].message.content, usage: usageOf(answer.usage) };
-  },
-  async chat_stream() {
-    const stream = await client.chat.completions.create({ ...chat, ...streamed });
-    return gathered(stream, (choice) => choice.delta.content);
-  },
-  async stream_helper() {
-    const pieces = [];
-    const stream = client.chat.completions.stream(chat).on("content", (delta) => pieces.push(delta));
-    const final = await stream.finalChatCompletion();
-    return { text: final.choices[0].message.content, pieces: pieces.filter((piece) => piece) };
-  },
-  async models() {
-    return (await client.models.list()).data.map((model) => model.id);
-  },
-  async refusals() {
-    return {
+await report({
+  refusal: {
+    refusals: async () => ({
       key: await caught(() => client.withOptions({ apiKey: "wrong" }).models.list()),
       value: await caught(() => client.completions.create({ ...text, top_p: 2 })),
       model: await caught(() => client.chat.completions.create({ ...chat, model: "another" })),
-      next: await parts.completion(),
-    };
+    }),
   },
-};
-
-const said = {};
-for (const [name, part] of Object.entries(parts)) {
-  try {
-    said[name] = { returned: await part() };
-  } catch (error) {
-    said[name] = { raised: error.stack };
-  }
-}
-console.log("\n" + JSON.stringify(said));
+  text: {
+    completion: async () => whole(await client.completions.create(text)),
+    completion_stream: async () => gathered(await client.completions.create({ ...text, ...streamed })),
+  },
+  chat: {
+    chat: async () => whole(await client.chat.completions.create(chat)),
+    chat_stream: async () => gathered(await client.chat.completions.create({ ...chat, ...streamed })),
+    async stream_helper() {
+      const pieces = [];
+      const stream = client.chat.completions.stream(chat).on("content", (delta) => pieces.push(delta));
+      const final = await stream.finalChatCompletion();
+      check(final.choices[0].message.content === pieces.join(""), pieces.join("|"));
+      return joined(pieces);
+    },
+  },
+  said: {
+    async models() {
+      const names = (await client.models.list()).data.map((model) => model.id).join();
+      check(names === given.model, names);
+      return names;
+    },
+  },
+});

@@ -1,27 +1,15 @@
 """`pydantic-ai`: an agent with one tool and a typed answer, over chat and over responses."""
 
-from typing import Any, Literal
+from typing import Any
 
+from fox import Fox, find_fox
 from harness import GIVEN, report
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=GIVEN["base_url"], api_key=GIVEN["key"])
 settings: Any = {"temperature": 0, "max_tokens": GIVEN["call_tokens"]}
-called: list[list[Any]] = []
-
-
-class Fox(BaseModel):
-    place: Literal["forest", "river"]
-    brave: bool
-
-
-def find_fox(place: Literal["forest", "river"], brave: bool) -> str:
-    """Find a fox."""
-    called.append([place, brave])
-    return "There is one fox."
 
 
 def typed(model: Any) -> Any:
@@ -29,7 +17,7 @@ def typed(model: Any) -> Any:
     agent = Agent(model, output_type=Fox, model_settings=settings, retries=0)
     first = agent.run_sync(GIVEN["question"])
     second = agent.run_sync("And then?", message_history=first.all_messages())
-    return {"fox": first.output.model_dump(), "next": second.output.model_dump()}
+    return [first.output.model_dump(), second.output.model_dump()]
 
 
 def by_chat() -> Any:
@@ -48,10 +36,9 @@ def native() -> Any:
 
 def loop() -> Any:
     """A tool beside the typed answer: the model may call either, and the loop runs to the answer."""
-    called.clear()
     model = OpenAIChatModel(GIVEN["model"], provider=provider)
     agent = Agent(model, tools=[find_fox], output_type=Fox, model_settings=settings, retries=0)
-    return {"fox": agent.run_sync(GIVEN["question"]).output.model_dump(), "calls": called}
+    return agent.run_sync(GIVEN["question"]).output.model_dump()
 
 
-report(by_chat, by_responses, native, loop)
+report(fox=[by_chat, by_responses, native, loop])

@@ -2,22 +2,9 @@
 
 from typing import Any
 
+from fox import find_fox
 from harness import GIVEN, report
 from smolagents import OpenAIModel, ToolCallingAgent, tool
-
-called: list[list[Any]] = []
-
-
-@tool
-def find_fox(place: str, brave: bool) -> str:
-    """Find a fox.
-
-    Args:
-        place: where to look.
-        brave: whether it has to be brave.
-    """
-    called.append([place, brave])
-    return "There is one fox."
 
 
 def loop() -> Any:
@@ -28,14 +15,14 @@ def loop() -> Any:
         temperature=0,
         max_tokens=GIVEN["call_tokens"],
     )
-    agent = ToolCallingAgent([find_fox], model, max_steps=2, verbosity_level=0)
+    agent = ToolCallingAgent([tool(find_fox)], model, max_steps=2, verbosity_level=0)
     answer = agent.run(GIVEN["question"])
     steps = [step for step in agent.memory.steps if getattr(step, "tool_calls", None)]
-    return {
-        "answer": str(answer),
-        "calls": [call.name for step in steps for call in step.tool_calls],
-        "tokens": agent.monitor.get_total_token_counts().total_tokens,
-    }
+    calls = {call.name for step in steps for call in step.tool_calls}
+    assert calls
+    assert calls <= {"find_fox", "final_answer"}
+    assert agent.monitor.get_total_token_counts().total_tokens > 0
+    return str(answer)
 
 
-report(loop)
+report(said=[loop])

@@ -29,28 +29,34 @@ def bench(endpoint: str, *more: str) -> Any:
     arguments += ["--save-result", "--save-detailed", "--result-filename", "result.json"]
     with contextlib.redirect_stdout(sys.stderr):
         main(parser.parse_args(arguments))
-    said = json.loads(pathlib.Path("result.json").read_text())
-    names = ("completed", "failed", "total_input_tokens", "total_output_tokens")
-    return {name: said[name] for name in names} | {
-        "prompts": PROMPTS,
-        "texts": said["generated_texts"],
-        "gaps": [len(each) for each in said["itls"]],
-        "errors": said["errors"],
-    }
+    return json.loads(pathlib.Path("result.json").read_text())
+
+
+def answers_of(said: Any, asked: list[Any]) -> Any:
+    assert (said["completed"], said["failed"]) == (len(PROMPTS), 0), said["errors"]
+    assert said["total_output_tokens"] == GIVEN["max_tokens"] * len(PROMPTS)
+    return [
+        {"asked": one | {"ignore_eos": True}, "text": text, "gaps": len(gaps)}
+        for one, text, gaps in zip(asked, said["generated_texts"], said["itls"], strict=True)
+    ]
 
 
 def completions() -> Any:
-    return bench("/openai/v1/completions", "--backend", "openai")
+    said = bench("/openai/v1/completions", "--backend", "openai")
+    return answers_of(said, [{"prompt": prompt} for prompt in PROMPTS])
 
 
 def chat() -> Any:
-    return bench("/openai/v1/chat/completions", "--backend", "openai-chat")
+    said = bench("/openai/v1/chat/completions", "--backend", "openai-chat")
+    return answers_of(said, [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS])
 
 
 def refused() -> Any:
-    return bench(
-        "/openai/v1/completions", "--backend", "openai", "--top-p", "2", "--ready-check-timeout-sec", "0"
-    )
+    more = ("--backend", "openai", "--top-p", "2", "--ready-check-timeout-sec", "0")
+    said = bench("/openai/v1/completions", *more)
+    assert (said["completed"], said["failed"]) == (0, len(PROMPTS))
+    assert all(said["errors"])
+    return said["errors"]
 
 
-report(completions, chat, refused)
+report(said=[refused], text=[completions], chat=[chat])
