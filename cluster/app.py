@@ -30,11 +30,10 @@ NAME = "infer"  # of the application
 
 REPORT_S = 0.5  # seconds between a replica's reports to routers
 HEALTH_S = 2.0  # seconds between two health checks of a replica
-WAIT_S = 60.0  # seconds that a request waits for a replica before it is answered 503
 SPARE = 32  # extra requests for each replica: refused by its engine, or only reading its state
 
-#: A resource that Ray gives to one node of each cluster. The front runs there, beside Ray's own head process: if
-#: another node dies, no client loses its connection.
+#: A resource that Ray gives to one node of each cluster. The front runs there, beside Serve's proxy: if another
+#: node dies, no client loses its connection.
 HEAD_NODE = "node:__internal_head__"
 
 
@@ -51,13 +50,8 @@ def build(args: Mapping[str, Any]) -> Application:
         raise ValueError(str(error)) from None
 
 
-def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Application:
-    """Return the application of a plan: the front's deployment and the replicas'.
-
-    Args:
-        plan: the checked options.
-        listen_at: host and port that the front listens on. None: Serve's proxy listens.
-    """
+def application(plan: Plan) -> Application:
+    """Return the application of a plan: the front's deployment and the replicas'."""
     options = plan.options
     # An engine refuses requests that its queue cannot take, and the front asks another replica. Serve's own limit
     # is higher than that: requests above it would queue inside Serve, where no metric counts them. A replica sets
@@ -104,7 +98,7 @@ def application(plan: Plan, listen_at: tuple[str, int] | None = None) -> Applica
     # Only options that were given: each replica sets the others by its device.
     config = plan.config.model_dump(exclude_unset=True)
     engines = replicas.bind(plan.package.PHASE.slug, config, server_options, created=int(time.time()))
-    return front.bind(engines, server_options, wanted=options.replicas, wait_s=WAIT_S, listen_at=listen_at)
+    return front.bind(engines, server_options, wanted=options.replicas)
 
 
 def _number(plan: Plan) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The messages between the front and a replica. This module does not import Ray.
+"""A request on its way from the front to a replica, and its answer's way back. This module does not import Ray.
 
 ```text
 client ── HTTP ──> front: Forwarded ── Ray ──> replica: the phase's app, in this process
-       <─────────  [Head, b"…", Ended]  <────  its ASGI messages, those that are ready together
+       <────────────  ASGI messages  <───────  those that are ready together
 ```
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,18 @@ GENERATING = frozenset(
     }
 )
 
+#: Most messages of an answer that may wait for the front. If so many wait, the app's `send` blocks.
+MOST_READY = 16
+
+#: A whole answer: its first ASGI message, with status and headers, and its body.
+Whole = tuple[Message, bytes]
+
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """A request as the front received it, and the fields that the router reads.
 
     Attributes:
-        named: whether the client chose the request's id.
         client: the client's address.
         keys: the keys of the prompt's beginning (`cluster.policy.prefix_keys`).
         holder: the name of the replica that has the stored response which the request refers to; empty if it refers
@@ -57,14 +62,13 @@ class Forwarded:
     query: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
-    named: bool = True
     client: str | None = None
     keys: tuple[int, ...] = ()
     holder: str = ""
     avoid: tuple[str, ...] = ()
 
     def scope(self) -> dict[str, Any]:
-        """Return the request as an ASGI scope."""
+        """Return the request as an ASGI scope. It asks for the last events of a stream, in case it is lost."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -78,38 +82,8 @@ class Forwarded:
             "headers": list(self.headers),
             "client": None if self.client is None else (self.client, 0),
             "server": None,
-            "state": {"named": self.named},
             "extensions": {STREAM_ENDS: {"error": replica_lost()}},
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Status and headers of an answer.
-
-    Attributes:
-        ends: for a stream, the events that the front ends it with if the replica is lost: an error event of each
-            choice, then the stream's last event (`common.server.api.stream`).
-    """
-
-    status: int
-    headers: tuple[tuple[bytes, bytes], ...]
-    ends: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Indices into the stream's `Head.ends`: the events that the replica itself has sent by now."""
-
-    ends: frozenset[int]
-
-
-#: A part of an answer: its head, then bytes of its body. In a stream, bytes are whole events, and `Ended` says
-#: which final events the bytes so far contain.
-Part = Head | bytes | Ended
-
-#: A whole answer: its head and its body.
-Whole = tuple[Head, bytes]
 
 
 def replica_lost() -> ApiError:
@@ -119,6 +93,9 @@ def replica_lost() -> ApiError:
         code="replica_lost",
         retry_after_s=1,
     )
+
+
+# ---------------------------------------------------------------------- what the router reads
 
 
 def read_keys(path: str, body: bytes) -> tuple[int, ...]:
@@ -161,78 +138,59 @@ def read_holder(path: str, body: bytes) -> str:
     return parts[1] if len(parts) > 2 else ""
 
 
-#: Most parts of an answer that may wait for the front. If so many wait, the app's `send` blocks.
-MOST_READY = 16
+# ---------------------------------------------------------------------- in the replica
 
 
-class LocalCall:
-    """One request to an ASGI app in this process."""
+async def call(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message], None]:
+    """Send a request to an ASGI app of this process. Yields lists of its messages: all that are ready.
 
-    def __init__(self, app: ASGIApp, request: Forwarded) -> None:
-        self._app = app
-        self._request = request
-        self._sent: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the end
-        self._room = asyncio.Event()  # set when a part was taken, or the client has left
-        self._left = asyncio.Event()
-        self._body = [request.body]
-        self._ended: frozenset[int] = frozenset()
+    If the generator is closed early, the app is told that its client has left.
+    """
+    sent: asyncio.Queue[Message | None] = asyncio.Queue(MOST_READY)  # None: the end
+    left = asyncio.Event()
+    body = [request.body]
 
-    async def answer(self) -> AsyncGenerator[list[Part], None]:
-        """Yield lists of the parts that the app sends; each list has all parts that are ready.
-
-        If the generator is closed early, the app is told that its client has left.
-        """
-        running = asyncio.create_task(self._run())
-        try:
-            ready: list[Part] = []
-            while (part := await self._sent.get()) is not None:
-                self._room.set()
-                ready.append(part)
-                if self._sent.empty():
-                    yield ready
-                    ready = []
-            if ready:
-                yield ready
-        finally:
-            self._left.set()
-            self._room.set()
-            await asyncio.shield(asyncio.gather(running, return_exceptions=True))
-
-    async def _run(self) -> None:
-        try:
-            await self._app(self._request.scope(), self._receive, self._send)
-        except Exception:  # the app has answered 500 before it raised this
-            logger.exception("the app failed on a request")
-        finally:
-            self._sent.put_nowait(None)
-
-    async def _receive(self) -> Message:
-        if self._body:
-            return {"type": "http.request", "body": self._body.pop(), "more_body": False}
-        await self._left.wait()
+    async def receive() -> Message:
+        if body:
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
+        await left.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = tuple((bytes(name), bytes(value)) for name, value in message["headers"])
-            self._sent.put_nowait(Head(message["status"], headers, message.get("ends", ())))
-        elif message.get("body"):
-            while self._sent.qsize() >= MOST_READY and not self._left.is_set():
-                self._room.clear()
-                await self._room.wait()
-            self._sent.put_nowait(message["body"])
-            ended = message.get("ended", self._ended)
-            if ended != self._ended:
-                self._ended = ended
-                self._sent.put_nowait(Ended(ended))
+    async def send(message: Message | None) -> None:
+        if not left.is_set():
+            await sent.put(message)
+
+    async def run() -> None:
+        try:
+            await app(request.scope(), receive, send)
+        except Exception:  # the app has answered 500 before it raised this
+            logger.exception("the app failed on a request")
+        await send(None)
+
+    running = asyncio.create_task(run())
+    try:
+        while (message := await sent.get()) is not None:
+            ready = [message]
+            while not sent.empty() and (message := sent.get_nowait()) is not None:
+                ready.append(message)
+            yield ready
+            if message is None:
+                break
+    finally:
+        left.set()
+        while not sent.empty():  # a `send` that waits for room goes on
+            sent.get_nowait()
+        await asyncio.shield(running)
 
 
 async def collect(app: ASGIApp, request: Forwarded) -> Whole:
-    """Return the whole answer of an app: head and body."""
-    parts: list[Part] = []
-    async with contextlib.aclosing(LocalCall(app, request).answer()) as answer:
-        async for ready in answer:
-            parts += ready
-    head, *body = parts
-    assert isinstance(head, Head), "an answer begins with its head"
-    return head, b"".join(part for part in body if isinstance(part, bytes))
+    """Return the whole answer of an app."""
+    async with contextlib.aclosing(call(app, request)) as answer:
+        start, *rest = [message async for ready in answer for message in ready]
+    return start, b"".join(map(body_of, rest))
+
+
+def body_of(message: Mapping[str, Any]) -> bytes:
+    """Return the part of an answer's body that an ASGI message has; none for the first message."""
+    body: bytes = message.get("body", b"")
+    return body

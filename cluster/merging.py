@@ -2,76 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
 
-from cluster.forwarding import Head, Whole
+from cluster.forwarding import Whole
 
 HEALTH, METRICS = "/health", "/metrics"
 OK, SERVER_ERROR = 200, 500
 
 
-def merge(path: str, replies: Mapping[str, Whole]) -> Whole:
-    """Return the merged answer to `path`, one of `MERGES`.
+def merge(path: str, replies: Mapping[str, Whole], *, wanted: int, draining: bool) -> Whole:
+    """Return the merged answer to `path`: `HEALTH`, or one of `MERGES`.
 
     A replica that cannot answer (5xx: its engine is dead, or it drains) is left out. If a replica refuses the
     request (4xx), its error is the merged answer. If no replica can answer, the first error is the merged answer.
-    """
-    refusal = _refusal(replies)
-    if refusal is not None:
-        return refusal
-    bodies = {name: body for name, (head, body) in replies.items() if head.status == OK}
-    head = next(head for head, _ in replies.values() if head.status == OK)
-    return _with_body(head, MERGES[path](bodies))
-
-
-def health(replies: Mapping[str, Whole], *, wanted: int, known: Collection[str], draining: bool) -> Whole:
-    """Return the answer to `/health`: 200 if a replica lives and none refuses the request.
 
     Args:
+        path: the route.
         replies: the answers, by replica; replicas that did not answer are missing.
         wanted: the smallest number of replicas that the cluster should have.
-        known: names of all replicas that should be there; one that did not answer is lost.
         draining: whether the front takes no more requests.
     """
-    states = dict.fromkeys(known, "lost") | {
-        name: _state(head, body) for name, (head, body) in replies.items()
-    }
-    refusal = _refusal(replies)
-    if refusal is not None:
-        return refusal
-    head, body = next(whole for whole in replies.values() if whole[0].status == OK)
-    living = sum(head.status == OK for head, _ in replies.values())
-    well = living == len(states) and living >= wanted
-    said = {
-        "status": "draining" if draining else "ok" if well else "degraded",
-        "phase": orjson.loads(body)["phase"],
-        "replicas": states,
-    }
-    return _with_body(head, orjson.dumps(said))
+    well = {name: body for name, (start, body) in replies.items() if start["status"] == OK}
+    for start, body in replies.values():
+        if not well or OK < start["status"] < SERVER_ERROR:
+            return start, body
+    if path == HEALTH:
+        states = {name: _state(*reply) for name, reply in replies.items()}
+        degraded = len(well) < max(len(replies), wanted)
+        merged = orjson.dumps(
+            {
+                "status": "draining" if draining else "degraded" if degraded else "ok",
+                "phase": orjson.loads(next(iter(well.values())))["phase"],
+                "replicas": states,
+            }
+        )
+    else:
+        merged = MERGES[path](well)
+    start = next(start for start, _ in replies.values() if start["status"] == OK)
+    headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+    return {**start, "headers": [*headers, (b"content-length", b"%d" % len(merged))]}, merged
 
 
-def _state(head: Head, body: bytes) -> str:
+def _state(start: Message, body: bytes) -> str:
     """Return the state that a replica reports: its status, or the code of its error."""
     said = orjson.loads(body)
-    return str(said["status"] if head.status == OK else said["error"]["code"])
-
-
-def _refusal(replies: Mapping[str, Whole]) -> Whole | None:
-    """Return the refusal to send instead of a merged answer, if there is one."""
-    of_the_request = (whole for whole in replies.values() if OK < whole[0].status < SERVER_ERROR)
-    all_refused = all(head.status != OK for head, _ in replies.values())
-    return next(of_the_request, next(iter(replies.values())) if all_refused else None)
-
-
-def _with_body(head: Head, body: bytes) -> Whole:
-    headers = [(name, value) for name, value in head.headers if name != b"content-length"]
-    return Head(head.status, (*headers, (b"content-length", b"%d" % len(body)))), body
+    return str(said["status"] if start["status"] == OK else said["error"]["code"])
 
 
 def merge_telemetry(bodies: Mapping[str, bytes]) -> bytes:

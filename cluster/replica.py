@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,13 +14,13 @@ from typing import Any
 
 from ray import serve
 from ray.serve import metrics
+from starlette.types import Message
 
-from cluster.forwarding import Forwarded, Head, LocalCall, Part, collect
+from cluster.forwarding import GENERATING, Forwarded, body_of, call, collect
 from cluster.policy import Load
 from common.hosting.async_engine import AsyncEngine
 from common.hosting.process import EngineProcess
 from common.server.app import create_app
-from common.server.errors import error_response, from_exception
 from common.server.logs import configure_logging
 from common.server.options import CommonOptions
 from common.server.run import SWITCH_INTERVAL_S
@@ -88,29 +89,23 @@ class Replica:
 
     # ------------------------------------------------------------------ requests
 
-    async def stream(self, request: Forwarded) -> AsyncIterator[str | list[Part]]:
-        """Yield this replica's name at once, then the parts of its answer as they come.
+    async def stream(self, request: Forwarded) -> AsyncIterator[str | list[Message]]:
+        """Yield this replica's name at once, then the ASGI messages of its answer as they come.
 
-        If the engine dies before the first byte of an event stream, the answer is a 503 as without a stream. The
-        front then asks another replica.
+        Raises:
+            EngineDeadError: the engine died before the first byte of the answer's body. The front then asks another
+                replica, even if the app has begun a stream.
         """
         yield self._name
-        answer = LocalCall(self._app, request).answer()
-        streams = begun = False
-        try:
+        begun = False
+        async with contextlib.aclosing(call(self._app, request)) as answer:
             async for ready in answer:
-                streams = streams or any(isinstance(part, Head) and part.ends for part in ready)
-                if streams and not begun and self._engine.dead is not None:
-                    error = from_exception(self._engine.dead)
-                    refusal = error_response(request.path, error, None)
-                    yield [Head(refusal.status_code, ()), bytes(refusal.body)]
-                    return
-                begun = begun or any(isinstance(part, bytes) for part in ready)
+                if not begun and self._engine.dead is not None and request.path in GENERATING:
+                    raise self._engine.dead
+                begun = begun or any(map(body_of, ready))
                 yield ready
-        finally:
-            await answer.aclose()
 
-    async def whole(self, request: Forwarded) -> tuple[str, Head, bytes]:
+    async def whole(self, request: Forwarded) -> tuple[str, Message, bytes]:
         """Return this replica's name and its whole answer."""
         return self._name, *await collect(self._app, request)
 

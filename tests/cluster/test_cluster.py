@@ -75,20 +75,6 @@ def test_streams_of_many_choices_come_whole(server: ServerProcess) -> None:
         assert len(events) == 25 * len(ended)
 
 
-def test_what_replicas_say_is_added_up(server: ServerProcess) -> None:
-    said = server.client.get("/telemetry").json()
-    assert len(said["replicas"]) == 2
-    for name, count in said["counters"].items():
-        assert count == pytest.approx(sum(each["counters"][name] for each in said["replicas"].values()))
-    page = server.client.get("/metrics").text
-    for name in said["replicas"]:
-        assert (
-            f'vllm:num_requests_running{{model_name="{server.model}",phase="phase8_prefix",replica="{name}"}}'
-            in page
-        )
-    assert_error(server.client.get("/telemetry", params={"since_step": "x"}), 400, "since_step")
-
-
 def test_equal_beginnings_go_to_the_replica_that_has_them(server: ServerProcess) -> None:
     prompts = [
         f"In the {place}, " + "there was once a friendly little fox. " * 12 for place in ("garden", "forest")
@@ -131,12 +117,12 @@ def test_busy_is_said_only_when_all_are_and_who_leaves_makes_room(small: ServerP
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
-def half_a_request(server: ServerProcess, *headers: str, host: str = "localhost") -> socket.socket:
+def half_a_request(server: ServerProcess, *headers: str) -> socket.socket:
     """Return a connection after sending the head of a completion request on it, but no body."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     lines = [
         "POST /v1/completions HTTP/1.1",
-        f"Host: {host}",
+        "Host: localhost",
         "Content-Type: application/json",
         "Content-Length: 99",
     ]
@@ -164,23 +150,6 @@ def test_a_body_that_does_not_come_is_not_waited_for(small: ServerProcess) -> No
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
-def test_a_body_in_too_many_pieces_is_refused_by_the_front(small: ServerProcess) -> None:
-    """Ray's proxy would handle each piece as a message of its own."""
-    lines = [
-        "POST /v1/completions HTTP/1.1",
-        "Host: x",
-        f"Authorization: Bearer {KEY}",
-        "Content-Type: application/json",
-        "Transfer-Encoding: chunked",
-        "\r\n",
-    ]
-    with socket.create_connection(("127.0.0.1", small.port), timeout=HANG_S) as connection:
-        connection.sendall("\r\n".join(lines).encode() + b"1\r\n \r\n" * 50_000)
-        said = first_answer(connection)
-    assert said.startswith(b"HTTP/1.1 413 ")
-    assert small.complete()["usage"]["completion_tokens"] == 8
-
-
 def test_keys_are_looked_at_before_a_body(small: ServerProcess) -> None:
     with half_a_request(small) as connection:
         said = first_answer(connection)
@@ -188,14 +157,6 @@ def test_keys_are_looked_at_before_a_body(small: ServerProcess) -> None:
     assert b"www-authenticate: bearer" in said.lower()
     assert httpx.get(f"{small.url}/health").status_code == 200  # needs no key
     assert small.complete()["usage"]["completion_tokens"] == 8
-
-
-def test_hosts_are_looked_at_before_a_body(server: ServerProcess) -> None:
-    with half_a_request(server, host="elsewhere.example") as connection:
-        said = first_answer(connection)
-    assert said.startswith(b"HTTP/1.1 403 ")
-    assert b"host_not_allowed" in said
-    assert server.complete()["usage"]["completion_tokens"] == 8
 
 
 class Watcher(threading.Thread):
@@ -241,16 +202,16 @@ def test_a_process_that_is_killed_hides_nothing_of_the_others(small: ServerProce
     of_serve = [each for each in processes if " ".join(each.cmdline()).startswith("ray::Serve")]
     victim = next(each for each in of_serve if "infer:replica" in " ".join(each.cmdline()))
     victim.suspend()  # the watcher must see no error while it hangs, either
-    eventually(lambda: any("lost" in states.values() for states in watcher.states("degraded")))
+    eventually(lambda: any(len(states) == 1 for states in watcher.states("degraded")))
     watcher.health.clear()
     victim.kill()
-    eventually(lambda: any("lost" in states.values() for states in watcher.states("degraded")))
+    eventually(lambda: any(len(states) == 1 for states in watcher.states("degraded")))
     eventually(lambda: len(set(replicas(small)) - before) == 1)
     eventually(lambda: watcher.health[-1]["status"] == "ok")
 
 
-def test_clients_find_no_port_but_the_fronts(small: ServerProcess) -> None:
-    """Serve's own HTTP servers would go around the front's checks and limits. Ray's ports speak gRPC."""
+def test_clients_find_one_port(small: ServerProcess) -> None:
+    """Other HTTP servers of Serve's would go around the front's checks. Ray's ports speak gRPC."""
     for process in psutil.Process(small.process.pid).children(recursive=True):
         if not " ".join(process.cmdline()).startswith(("ray::Serve", "ray::Proxy")):
             continue

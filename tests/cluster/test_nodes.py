@@ -54,7 +54,7 @@ class Nodes:
             ]
         )
         start_ray(self.plan)
-        deploy(self.plan, port, given_up=lambda: False)
+        deploy(self.plan, port)
 
     def add_node(self) -> Any:
         return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)

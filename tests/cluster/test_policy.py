@@ -21,6 +21,7 @@ from cluster.policy import (
     RoundRobin,
     prefix_keys,
 )
+from cluster.scaling import replicas_for
 
 LOADS = st.builds(
     Load,
@@ -228,3 +229,16 @@ def test_a_thousand_replicas_do_not_need_much() -> None:
     for _ in range(300):
         policy.choose(prefix_keys(draw.randbytes(BLOCK_BYTES * 30)), loads)
     assert len(policy.holders) <= 5000
+
+
+# ---------------------------------------------------------------------- number of replicas
+
+
+@pytest.mark.parametrize(
+    ("loads", "wanted"),
+    [([0.0, 0.0], 1), ([0.7], 1), ([0.71], 2), ([1.0, 1.0, 0.4], 4), ([0.3] * 4, 2), ([6], 9)],
+)
+def test_replicas_follow_the_sum_of_loads(loads: list[float], wanted: int) -> None:
+    assert replicas_for(loads) == wanted
+    shared = sum(loads) / wanted  # with the load spread evenly, the number stays
+    assert replicas_for([shared] * wanted) == wanted

@@ -60,7 +60,7 @@ def test_a_busy_replica_gets_company_and_a_signal_lets_streams_end(growing: Serv
     with growing.streaming(max_tokens=2000, ignore_eos=True) as events:
         next(events)
         growing.signal()
-        eventually(lambda: "SIGTERM: finishing what runs" in growing.log_text)
+        eventually(lambda: "finishing what runs" in growing.log_text)
         eventually(lambda: growing.client.get("/ready").status_code == 503)
         health = growing.client.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "draining")

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from common.server import logs
-from tests.cluster.conftest import running
 from tests.faults.attackers import Attackers
 from tests.faults.ordinary import OrdinaryClients
 from tests.faults.raw_http import Target
@@ -83,16 +82,10 @@ def assert_ordinary_clients_are_served(
 
 
 @contextlib.contextmanager
-def serving(
-    phase: str, options: Sequence[str] = (), *, replicas: int = 0, module: str | None = None
-) -> Iterator[ServerProcess]:
-    """Run one server, of a module whose first argument is the phase's name, or a cluster of `replicas` replicas."""
-    if replicas:
-        with running(phase, "--replicas", str(replicas), *options, **ACCESS) as cluster:
-            yield cluster
-    else:
-        server = ServerProcess(phase, *options, module=module, **ACCESS)
-        try:
-            yield server
-        finally:
-            server.close()
+def serving(phase: str, options: Sequence[str] = (), *, module: str | None = None) -> Iterator[ServerProcess]:
+    """Run one server, of a module whose first argument is the phase's name."""
+    server = ServerProcess(phase, *options, module=module, **ACCESS)
+    try:
+        yield server
+    finally:
+        server.close()

@@ -117,8 +117,8 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
 class RequestIds(Middleware):
     """Gives every answer the `x-request-id` of its request, or a generated one, and names ignored fields.
 
-    Sets `request_id` in the request's state, and `named`: whether the client chose the id, unless the front of a
-    cluster has said so already. A route puts the text of `x-infer-ignored` into the state, as `ignored`.
+    Sets `request_id` in the request's state, and `named`: whether the request came with it. A route puts the text
+    of `x-infer-ignored` into the state, as `ignored`.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +133,7 @@ class RequestIds(Middleware):
             return
         request_id = given or uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        state.setdefault("named", given is not None)
+        state["named"] = given is not None
         state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
