@@ -22,7 +22,7 @@ from common.hosting.async_engine import AsyncEngine
 from common.hosting.process import EngineProcess
 from common.server.app import create_app
 from common.server.logs import configure_logging
-from common.server.options import CommonOptions
+from common.server.options import ServerOptions
 from common.server.run import SWITCH_INTERVAL_S
 from common.server.service import Service
 from common.startup.memory import freeze_objects
@@ -51,7 +51,8 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, phase: str, config: dict[str, Any], options: dict[str, Any], created: int
     ) -> None:
-        server_options = CommonOptions(**options)
+        # The front checks keys and origins. The live view would show the steps of any one replica.
+        server_options = ServerOptions(**{**options, "api_key": [], "cors_origin": [], "live_view": False})
         configure_logging(server_options.log_level, server_options.log_format)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         package = find_phase(phase)
@@ -64,22 +65,11 @@ class Replica:
         )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         await asyncio.to_thread(self._engine.build)
-        names = server_options.served_model_name
         name = serve.get_replica_context().replica_id.unique_id
-        self._app = create_app(
-            self._engine,
-            model_name=names[0] if names else None,
-            other_names=names[1:],
-            step_timeout_s=server_options.step_timeout,
-            live_view=False,  # it would show the steps of any one replica
-            tool_call_parser=server_options.tool_call_parser,
-            reasoning_parser=server_options.reasoning_parser,
-            strict_fields=server_options.strict_fields,
-            max_stored_responses=server_options.max_stored_responses,
-            id_tag=f"{name}_",
-        )
+        self._app = create_app(self._engine, server_options)
         self._service: Service = self._app.state.server
         self._service.created = created
+        self._service.id_tag = f"{name}_"
         self._life = self._app.router.lifespan_context(self._app)
         await self._life.__aenter__()
         freeze_objects()

@@ -125,7 +125,6 @@ async def generate(
             stream_events(wire, encoding),
             on_close=close,
             ping=wire.ping,
-            ping_s=service.ping_s,
             ends=StreamEnds(wire),
         )
     client_left = False

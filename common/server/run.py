@@ -112,24 +112,8 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
             TraceFile(options.trace).close()  # raises StartupError now, if it cannot be written
         engine = AsyncEngine(process)
         engine.build()
-        names = options.served_model_name
-        app = create_app(
-            engine,
-            model_name=names[0] if names else None,
-            other_names=names[1:],
-            api_keys=options.api_key,
-            cors_origins=options.cors_origin,
-            hosts=None if options.uds else AllowedHosts(options.host, options.allowed_host),
-            root_path=options.root_path,
-            body_timeout_s=options.body_timeout,
-            step_timeout_s=options.step_timeout,
-            live_view=options.live_view,
-            admin=options.admin,
-            tool_call_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
-            strict_fields=options.strict_fields,
-            max_stored_responses=options.max_stored_responses,
-        )
+        hosts = None if options.uds else AllowedHosts(options.host, options.allowed_host)
+        app = create_app(engine, options, hosts)
         service: Service = app.state.server
         address = url_of(listener, tls=options.ssl_certfile is not None)
         server = Server(

@@ -20,6 +20,7 @@ from common.server.api.intake import Intake
 from common.server.api.lanes import Admission
 from common.server.api.response_items import ResponseStore
 from common.server.errors import unavailable
+from common.server.options import ServerOptions
 from common.server.page.live_view import LiveView, Recordings
 from common.server.page.page import render_page
 from common.text.dialect import Dialect
@@ -32,59 +33,32 @@ MOST_LOGGED_FIELDS = 256
 
 
 class Service:
-    """Holds one engine and the other objects that all routes share.
+    """Holds one engine and the other objects that all routes share."""
 
-    Attributes:
-        model_name: the model's name in answers.
-        fingerprint: the field `system_fingerprint` of answers.
-        admission: bounds the work that requests cause outside of the engine's steps, such as tokenizing.
-        created: the time of the server's start, in seconds since 1970.
-        answers: the number of HTTP answers by status and error code.
-        bodies: reads request bodies.
-        dialect: how the model marks its thoughts and its tool calls.
-        ping_s: seconds between the pings of a stream (comments that keep idle connections open).
-        live_view: the clients that watch the engine's steps; None: the live view is off.
-        recordings: the traces that clients record.
-        stored: the responses that clients may refer to.
-        id_tag: part of the ids of answers: with it, the front of a cluster finds the replica that stored one.
-    """
-
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        model_names: tuple[str, ...],
-        *,
-        bodies: Bodies,
-        step_timeout_s: float | None,
-        ping_s: float,
-        live_view: bool,
-        dialect: Dialect,
-        strict_fields: bool,
-        max_stored_responses: int,
-        id_tag: str,
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+        facts = engine.facts
+        names = options.served_model_name or [served_model_name(facts.config.model)]
         self.engine = engine
-        self.model_name = model_names[0]
-        self.fingerprint = fingerprint_of(engine.facts, self.model_name)
-        self.answers = Counter[tuple[int, str]]()
-        self.bodies = bodies
-        self._step_timeout_s = step_timeout_s
-        self.ping_s = ping_s
-        self.created = int(time.time())
+        self.created = int(time.time())  # the server's start
+        self.model_name = names[0]  # in answers
+        self.fingerprint = fingerprint_of(facts, self.model_name)
+        self.id_tag = ""  # part of the ids of answers: the front of a cluster finds the replica by it
+        self.answers = Counter[tuple[int, str]]()  # number of HTTP answers by status and error code
+        self.bodies = Bodies(options.body_timeout)
         self.limits = Limits(
-            models=model_names,
-            max_choices=engine.facts.config.max_waiting_requests,
-            vocab_size=engine.facts.model.vocab_size,
-            strict_fields=strict_fields,
+            models=tuple(names),
+            max_choices=facts.config.max_waiting_requests,
+            vocab_size=facts.model.vocab_size,
+            strict_fields=options.strict_fields,
         )
-        self.dialect = dialect
-        self.stored = ResponseStore(max_stored_responses)
-        self.id_tag = id_tag
+        self.dialect = Dialect.of(engine.maker.tokenizer, options.tool_call_parser, options.reasoning_parser)
+        self.stored = ResponseStore(options.max_stored_responses)
         self.admission = Admission()
-        self.intake = Intake(engine, self.admission, self.limits, dialect)
-        self.live_view = LiveView(engine) if live_view else None
-        self.page = render_page(engine, self.model_name, live_view=live_view)
+        self.intake = Intake(engine, self.admission, self.limits, self.dialect)
+        self.live_view = LiveView(engine) if options.live_view else None
+        self.page = render_page(engine, self.model_name, live_view=options.live_view)
         self.recordings = Recordings(engine)
+        self._step_timeout_s = options.step_timeout
         self._logged_fields: set[str] = set()  # ignored fields that the log has named
 
     def note_ignored(self, request: Request, body: Body) -> None:
@@ -100,12 +74,11 @@ class Service:
             logger.info("unknown fields are ignored: %s%s", ", ".join(new), last)
 
     def require_health(self) -> None:
-        """Check that the engine works.
+        """Check that the engine works: if not, only a new process helps.
 
         Raises:
-            EngineDeadError: the engine is dead. Only a new process helps.
-            ApiError: 503, the engine has been in one step, or has taken no request, for too long. Only a new
-                process helps.
+            EngineDeadError: the engine is dead.
+            ApiError: 503, the engine has been in one step, or has taken no request, for too long.
         """
         if self.engine.dead is not None:
             raise EngineDeadError("the engine is dead; restart the server")

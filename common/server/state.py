@@ -176,7 +176,7 @@ async def steps(service: Served) -> Response:
             404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
         )
     viewer = service.live_view.open()
-    return EventStream(viewer.events(), on_close=lambda _: viewer.close(), ping_s=service.ping_s)
+    return EventStream(viewer.events(), on_close=lambda _: viewer.close())
 
 
 @router.get("/health/", include_in_schema=False)
@@ -298,7 +298,6 @@ async def trace(
     return EventStream(
         service.recordings.record(seconds),
         ping=b"\n",  # white space between two values of the list
-        ping_s=service.ping_s,
         media_type="application/json",
         headers={"Content-Disposition": 'attachment; filename="infer.trace"'},
     )

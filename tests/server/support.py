@@ -38,6 +38,8 @@ from common.server import run as serve
 from common.server.app import create_app
 from common.server.http import sockets
 from common.server.http.connections import Config, ConnectionLimits
+from common.server.http.middleware import AllowedHosts
+from common.server.options import ServerOptions
 from common.server.service import Service
 from common.startup.phases import find_phase, phase_names
 
@@ -413,7 +415,7 @@ class LocalServer(Served):
         self.listener = sockets.bind("127.0.0.1", 0)
         # With a small buffer, a few hundred tokens fill it if a client reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        app = create_app(self.worker, body_timeout_s=body_timeout_s)
+        app = create_app(self.worker, ServerOptions(body_timeout=body_timeout_s))
         self.service: Service = app.state.server
         self.http = serve.Server(
             Config(
@@ -454,12 +456,16 @@ class LocalServer(Served):
 
 
 def app_with(
-    phase: str = "phase5_continuous", *, model: str = "zoo:llama-tiny", **options: Any
+    phase: str = "phase5_continuous",
+    *,
+    model: str = "zoo:llama-tiny",
+    hosts: AllowedHosts | None = None,
+    **options: Any,
 ) -> TestClient:
-    """Return a client of an app with a small engine. The options go to `create_app`."""
+    """Return a client of an app with a small engine. `options` are the server's."""
     package = find_phase(phase)
     engine = package.build_engine(package.Config(model=model, device="cpu", dtype="float32", max_seq_len=64))
-    return TestClient(create_app(engine, model_name=MODEL, **options))
+    return TestClient(create_app(engine, ServerOptions(served_model_name=[MODEL], **options), hosts))
 
 
 class HeldTokenizer:
@@ -538,7 +544,7 @@ class StartedApp:
 
 @asynccontextmanager
 async def started(engine: Engine) -> AsyncIterator[StartedApp]:
-    app = create_app(engine, model_name=MODEL)
+    app = create_app(engine, ServerOptions(served_model_name=[MODEL]))
     async with app.router.lifespan_context(app):
         yield StartedApp(app)
 

@@ -16,6 +16,7 @@ from common.hosting import calls as engine_calls
 from common.observing.frames import FrameMaker
 from common.server.app import create_app
 from common.server.errors import ApiError
+from common.server.options import ServerOptions
 from common.server.page import live_view
 from common.server.page.live_view import LiveView, Viewer
 from tests.server.support import Event, ServerProcess, assert_error, read_events
@@ -196,7 +197,9 @@ def test_steps_are_streamed_over_http(server: ServerProcess) -> None:
 
 
 def test_the_view_can_be_switched_off() -> None:
-    with TestClient(create_app(engine_of(), model_name="mine", live_view=False)) as client:
+    with TestClient(
+        create_app(engine_of(), ServerOptions(served_model_name=["mine"], live_view=False))
+    ) as client:
         assert_error(client.get("/steps"), 404, None, "live_view_off")
         page = client.get("/").text
         assert 'data-live="off"' in page

@@ -94,7 +94,7 @@ def test_without_the_option_nobody_can_pause() -> None:
 
 @pytest.fixture(scope="module")
 def below() -> Iterator[TestClient]:
-    with app_with(root_path="/llm/five", api_keys=["key"]) as client:
+    with app_with(root_path="/llm/five", api_key=["key"]) as client:
         yield client
 
 
@@ -126,7 +126,7 @@ def test_other_prefixes_are_not_found(below: TestClient) -> None:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[TestClient]:
-    with app_with(cors_origins=["https://good.example"], api_keys=["key"]) as client:
+    with app_with(cors_origin=["https://good.example"], api_key=["key"]) as client:
         yield client
 
 
@@ -162,7 +162,7 @@ def test_a_page_of_an_unlisted_origin_is_refused(shared: TestClient, below: Test
 
 def test_every_origin_may_be_allowed() -> None:
     options, _ = read_options(find_phase(PHASE), ["--cors-origin", "*"])
-    with app_with(cors_origins=options.cors_origin) as client:
+    with app_with(cors_origin=options.cors_origin) as client:
         answer = client.get("/health", headers={"Origin": "https://bad.example"})
         assert answer.headers["access-control-allow-origin"] == "*"
 
@@ -175,7 +175,7 @@ def test_an_unexpected_error_has_the_requests_id_and_can_be_read_by_a_page(logge
         raise ZeroDivisionError("a secret")
 
     origin = "https://page.example"
-    with app_with(cors_origins=[origin]) as client:
+    with app_with(cors_origin=[origin]) as client:
         client.app.add_api_route("/fail", fail, methods=["GET"])  # type: ignore[attr-defined]
         answer = client.get("/fail", headers={"X-Request-ID": "job-5", "Origin": origin})
         assert_error(answer, 500, None, "internal_error")

@@ -18,7 +18,7 @@ ORIGIN = "https://friend.example"
 def client() -> Iterator[TestClient]:
     """A client of an app that pages of one other site may use."""
     hosts = AllowedHosts("127.0.0.1", ["chat.example.org"])
-    with app_with(hosts=hosts, cors_origins=[ORIGIN]) as client:
+    with app_with(hosts=hosts, cors_origin=[ORIGIN]) as client:
         yield client
 
 
@@ -90,7 +90,7 @@ def test_keys_replace_the_check_of_host_names() -> None:
         assert_error(server.client.get("/v1/models", headers=headers), 403, None, "host_not_allowed")
         assert server.client.get("/v1/models", headers={"Host": "its.example"}).status_code == 200
         eventually(lambda: "refused: 403 host_not_allowed" in server.log_text)
-    with app_with(api_keys=["key"], hosts=AllowedHosts("127.0.0.1")) as keyed:
+    with app_with(api_key=["key"], hosts=AllowedHosts("127.0.0.1")) as keyed:
         assert_error(keyed.get("/v1/models", headers=headers), 401, None, "invalid_api_key")
         assert keyed.get("/v1/models", headers=headers | {"Authorization": "Bearer key"}).status_code == 200
 

@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.server.app import create_app
+from common.server.options import ServerOptions
 from common.startup.phases import find_phase
 from tests.server.support import MESSAGES, answer_of
 
@@ -20,7 +21,9 @@ CHAT = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "stream": Fals
 def client() -> Iterator[TestClient]:
     package = find_phase(10)
     config = package.Config(device="cpu", dtype="float32", max_seq_len=256, draft_rows=16)
-    with TestClient(create_app(package.build_engine(config), model_name="served")) as client:
+    with TestClient(
+        create_app(package.build_engine(config), ServerOptions(served_model_name=["served"]))
+    ) as client:
         yield client
 
 
