@@ -92,12 +92,7 @@ async def generate(
 ) -> Response:
     """Submit a request, and answer with the engine's outputs: as a stream if `wanted.stream` is true.
 
-    Args:
-        request: the HTTP request.
-        service: the service.
-        wanted: the request's body.
-        wire_format: returns the object that writes an answer in the route's format.
-        id_prefix: the beginning of the ids of the route's answers.
+    `wire_format` returns the object that writes an answer, whose id begins with `id_prefix`.
     """
     # The request's id becomes part of the answer's, unless the client chose it: answers need unique ids.
     number = uuid.uuid4().hex if request.state.named else request.state.request_id

@@ -11,7 +11,7 @@ pieces ──> Bodies.read_json ──> parse ──> Body
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -206,10 +206,8 @@ class Body(Fields):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def parse(
-    body: bytes, form: type[BodyT], limits: Limits, complete: Callable[[BodyT], None] | None = None
-) -> BodyT:
-    """Parse and check a request's body, and return it as a `form`. `complete` is called with it before the check.
+def parse(body: bytes, form: type[BodyT], limits: Limits, request: Request | None = None) -> BodyT:
+    """Parse, complete and check a request's body, and return it as a `form`.
 
     Raises:
         ApiError: 400, the body is not JSON, lacks a field, has a field of a wrong type, or an invalid `prompt`;
@@ -220,8 +218,8 @@ def parse(
     except ValidationError as error:
         raise _explain(error, body) from None
     review(parsed, parsed._ignored, strict=limits.strict_fields)
-    if complete is not None:
-        complete(parsed)
+    if request is not None:
+        parsed.complete(request)
     parsed.check(limits)
     return parsed
 

@@ -80,21 +80,18 @@ class Intake:
 
         Raises:
             ApiError: as `bodies.parse`; 413, it has too many values; 503, too many large bodies wait.
-            ClientDisconnect: the client left while a thread validated the body.
+            ClientDisconnect: the client left.
         """
-
-        def complete(wanted: BodyT) -> None:
-            wanted.complete(request)
 
         refers = any(word in body for word in REFERENCES)
         containers = body.count(b"{") + body.count(b"[")
         is_small = len(body) <= self._admission.LARGE_BODY_BYTES
         if is_small and containers <= self._admission.MANY_CONTAINERS and not refers:
-            return parse(body, form, self._limits, complete)
+            return parse(body, form, self._limits, request)
 
         def validate() -> BodyT:
             refuse_too_many_values(body)
-            return parse(body, form, self._limits, complete)
+            return parse(body, form, self._limits, request)
 
         return await while_connected(request.receive, self._admission.validating.run(validate))
 
@@ -104,11 +101,7 @@ class Intake:
         """Submit all choices of a request to the engine, or none. Returns their streams of outputs, in order.
 
         If the caller is cancelled, work that has not begun is dropped and places in the queue are given back.
-
-        Args:
-            wanted: the request.
-            answer_id: prefix of the ids of the engine's requests.
-            arrived_s: time by which the whole request had come, on `time.monotonic`'s clock.
+        `arrived_s` is the time by which the whole request had come, on `time.monotonic`'s clock.
 
         Raises:
             QueueFullError: the queue has too few free places. Nothing was tokenized.
@@ -164,11 +157,9 @@ class Intake:
         )
 
     async def _compile(self, grammar: Grammar | None, choices: int) -> Sequence[Matcher | None]:
-        """Return a matcher for each choice; None for each if there is no grammar, or it is known to compile fast.
-
-        A grammar that compiles quickly is compiled later, in the thread that tokenizes the prompt. Another grammar
-        is compiled here, in the lane `compiling`, while the request holds no place in the queue.
-        """
+        """Return a matcher for each choice, compiled in a lane of its own, while the request holds no place in the
+        queue. None for each: there is no grammar, or one that compiles so quickly that it is compiled later, in the
+        thread that tokenizes the prompt."""
         if grammar is None:
             return [None] * choices
         compile_s = self._engine.maker.grammars.compile_s(grammar)
@@ -186,7 +177,7 @@ class Intake:
 
         Raises:
             ApiError: 503, the lane `converting` is full.
-            InvalidRequestError: the conversation cannot be rendered, or the text is too long (`MAX_LENGTHS`).
+            InvalidRequestError: the conversation cannot be rendered, or its text is too long.
         """
 
         def count() -> int:
@@ -257,8 +248,7 @@ class Intake:
     def _defaults(self, wanted: GenerationRequest, grammar: Grammar | None) -> SamplingParams:
         """Return sampling parameters with the defaults of fields that a request may leave out, and its grammar.
 
-        If the answer is searched for markers of thoughts or calls, and some markers are special tokens, special
-        tokens stay in the text.
+        Special tokens stay in the text if some of them mark thoughts or calls that are looked for.
         """
         reads_markers = wanted.tool_use is not None or (wanted.has_parts and self._dialect.thinks)
         markers = self._engine.maker.tokenizer.special_ids.intersection(self._dialect.special.values())
@@ -286,11 +276,9 @@ class Intake:
         return self._engine.maker.tokenize(prompt, at_least, add_special_tokens=wanted.adds_special_tokens)
 
     def _max_new_tokens(self, wanted: GenerationRequest, prompt_tokens: int) -> int:
-        """Return the most new tokens of a choice: the requested number, which some bodies cut to those that fit
-        behind the prompt.
+        """Return the most new tokens of a choice: the requested number, or else the default, or as many as fit.
 
-        If none is requested: the default, at most as many as fit (without a default, as many as fit), and at least
-        `min_tokens`.
+        A default is cut to those that fit behind the prompt. So is a requested number, unless the body forbids it.
 
         Raises:
             InvalidRequestError: some new tokens fit, but fewer than `min_tokens`.
@@ -309,10 +297,8 @@ class Intake:
 
 
 def _check_prompt_logprobs(wanted: GenerationRequest, tokens: int) -> None:
-    """Raise InvalidRequestError if an answer would show too many log-probabilities of prompt tokens.
-
-    The bound is `MAX_PROMPT_LOGPROBS`. `tokens`: the number of prompt tokens, counted once for each choice.
-    """
+    """Raise InvalidRequestError if an answer would show more than `MAX_PROMPT_LOGPROBS`. `tokens` is the number of
+    prompt tokens, counted once for each choice."""
     top = wanted.scored_prompt
     if top is None:
         return

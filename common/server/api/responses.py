@@ -272,14 +272,13 @@ class ResponsesRequest(ConversationRequest):
     _keep: Callable[[ResponseObject], None] | None = PrivateAttr(default=None)
 
     def complete(self, request: Request) -> None:
-        self.recall(request.app.state.server.stored, owner_of(request.headers))
-
-    def recall(self, store: ResponseStore, owner: bytes) -> None:
         """Fetch the stored items that the request refers to, and note where its response is to be stored.
 
         Raises:
             ApiError: 404, this owner has no such response or item; 413, the whole conversation is too large.
         """
+        store: ResponseStore = request.app.state.server.stored
+        owner = owner_of(request.headers)
         if self.previous_response_id is not None:
             self._earlier = ITEMS.validate_json(store.conversation(owner, self.previous_response_id))
         given: Any = self.input

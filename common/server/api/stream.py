@@ -61,10 +61,7 @@ class EventStream(EventSourceResponse):
         on_close: called once at the end, with True if the client left before it had everything.
         ping: bytes without a meaning that keep idle connections open; None: a comment.
         ping_s: seconds between pings.
-        ends: writes the stream's last events for a process that passes the stream on. None: the stream breaks off
-            if that process loses this process.
-        media_type: the stream's type, if it is not server-sent events.
-        headers: additional headers.
+        ends: writes the stream's last events for a process that passes the stream on; None: it can break off.
     """
 
     def __init__(
@@ -167,11 +164,7 @@ class StreamEnds:
         return (*choices, self._wire.last)
 
     def made(self, chunk: bytes) -> frozenset[int]:
-        """Return the indices of the end events that the app has produced by now.
-
-        Args:
-            chunk: the stream's latest bytes.
-        """
+        """Return the indices of the end events that the app has produced by now. `chunk` is its latest."""
         choices = self._wire.answer.choices
         ended = [choice.index for choice in choices if choice.ended]
         return frozenset([*ended, len(choices)] if chunk.endswith(self._wire.last) else ended)
