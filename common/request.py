@@ -209,6 +209,89 @@ class TokenBiases:
         return entries
 
 
+class SamplingState:
+    """What sampling a request's tokens needs beside the tokens, made once from its parameters.
+
+    Args:
+        prompt: the request's prompt.
+        params: its parameters.
+        matcher, allowed: as for `Request`.
+
+    Attributes:
+        counts: for penalties; None: it has none.
+        biases: None: no logit is changed.
+        draws_at_seat: its tokens can be sampled within a GPU's decode step: no grammar, bias, …, logprobs. It may
+            have penalties.
+        takes_best: greedy, without a bias, penalty, …, or logprobs. It may have a grammar.
+        waits_for_tokens: sampling needs its latest token on the host (grammar, …).
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        matcher: Matcher | None,
+        allowed: AllowedTokens | None,
+    ) -> None:
+        self.counts: TokenCounts | None = None
+        if params.has_penalties:
+            with_prompt = params.repetition_penalty != 1.0
+            self.counts = TokenCounts(prompt, params.max_new_tokens, with_prompt=with_prompt)
+        self.biases = TokenBiases(params.logit_bias) if params.logit_bias else None
+        unchanged = (
+            allowed is None and self.biases is None and not params.min_tokens and params.logprobs is None
+        )
+        self.draws_at_seat = unchanged and matcher is None
+        self.takes_best = unchanged and self.counts is None and params.greedy
+        self.waits_for_tokens = matcher is not None or (allowed is not None and allowed.context > 0)
+        self.seed(params.seed if params.seed is not None else 0)
+
+    def seed(self, seed: int) -> None:
+        """Seed the random numbers. They are drawn on the CPU, so they are the same for every device."""
+        self._generator = torch.Generator("cpu").manual_seed(seed % 2**64)
+        self._uniforms: list[float] = []
+
+    def uniform(self, place: int) -> float:
+        """Return the random number in [0, 1) that decides the generated token at `place`. The first place is 0."""
+        while len(self._uniforms) <= place:
+            drawn = torch.rand(UNIFORMS_AT_A_TIME, generator=self._generator, dtype=torch.float64)
+            self._uniforms += drawn.tolist()
+        return self._uniforms[place]
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Guesses of a request's next tokens. Only phase 10 makes any.
+
+    Attributes:
+        token_ids: the guesses that the next step computes and verifies.
+        guessed: how many guesses were set so far.
+        accepted: how many of them equalled the sampled token.
+        run: how many were accepted since the last call of `guess`.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    guessed: int = 0
+    accepted: int = 0
+    run: int = 0
+
+    def guess(self, token_ids: Sequence[int]) -> None:
+        """Set guesses of the tokens after the latest token."""
+        self.token_ids = list(token_ids)
+        self.guessed += len(token_ids)
+        self.run = 0
+
+    def verify(self, token_id: int) -> bool:
+        """Return whether a sampled token equals the next guess. Removes this guess. If it was wrong, removes all
+        later guesses, too."""
+        if self.token_ids.pop(0) == token_id:
+            self.accepted += 1
+            self.run += 1
+            return True
+        self.token_ids.clear()
+        return False
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence: its prompt, its generated tokens, and its state.
@@ -232,13 +315,8 @@ class Request:
     state: RequestState = field(default=RequestState.WAITING, init=False)
     token_ids: list[int] = field(init=False)  # prompt + generated; a preempted request prefills both
     ending_token_ids: frozenset[int] = field(init=False)  # EOS and stop tokens, which end the request
-    token_counts: TokenCounts | None = field(default=None, init=False)  # None: no penalties
-    token_biases: TokenBiases | None = field(default=None, init=False)  # None: no logit bias
     max_total_tokens: int = field(init=False)  # prompt and generated; the most columns that it ever needs
-    # Its tokens can be sampled within a GPU's decode step: no grammar, bias, …, logprobs. It may have penalties.
-    draws_at_seat: bool = field(init=False)
-    takes_best: bool = field(init=False)  # greedy, no bias, penalty, …, logprobs; may have a grammar
-    waits_for_its_tokens: bool = field(init=False)  # sampling needs its last token on the host (grammar, …)
+    sampling: SamplingState = field(init=False)
     slot: int | None = field(default=None, init=False)  # the KV pool's handle while memory is held
     prefill_progress: int = field(default=0, init=False)  # tokens whose keys and values are in the KV cache
     prefill_start: int = field(default=0, init=False)  # tokens that were a prefix hit in this admission
@@ -248,14 +326,9 @@ class Request:
     recomputes: bool = field(default=False, init=False)  # was preempted after tokens of it were computed
     inflight_refs: int = field(default=0, init=False)  # number of steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
-    drafts: list[int] = field(default_factory=list, init=False)  # guesses of its next tokens, to be verified
-    draft_tokens: int = field(default=0, init=False)  # guesses that were set by `guess` so far
-    accepted_tokens: int = field(default=0, init=False)  # guesses among them that equalled the sampled token
-    run_tokens: int = field(default=0, init=False)  # accepted guesses since the last call of `guess`
+    drafts: Drafts = field(default_factory=Drafts, init=False)
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     scheduled_s: float | None = field(default=None, init=False)  # planning of its first chunk, engine's clock
-    _generator: torch.Generator = field(init=False)
-    _uniforms: list[float] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
 
@@ -268,30 +341,7 @@ class Request:
         # Under a grammar, ignoring EOS means not to sample it while any other token is allowed.
         ignored = params.ignore_eos and params.grammar is None
         self.ending_token_ids = frozenset(params.stop_token_ids).union(() if ignored else self.eos_token_ids)
-        if params.has_penalties:
-            with_prompt = params.repetition_penalty != 1.0
-            self.token_counts = TokenCounts(
-                self.prompt_token_ids, params.max_new_tokens, with_prompt=with_prompt
-            )
-        if params.logit_bias:
-            self.token_biases = TokenBiases(params.logit_bias)
-        self.waits_for_its_tokens = self.matcher is not None or (
-            self.allowed is not None and self.allowed.context > 0
-        )
-        unchanged = (
-            self.allowed is None
-            and self.token_biases is None
-            and not params.min_tokens
-            and params.logprobs is None
-        )
-        self.draws_at_seat = unchanged and self.matcher is None
-        self.takes_best = unchanged and self.token_counts is None and params.greedy
-        self.seed_generator(params.seed if params.seed is not None else 0)
-
-    def seed_generator(self, seed: int) -> None:
-        """Seed the request's random numbers. They are drawn on the CPU, so they are the same for every device."""
-        self._generator = torch.Generator("cpu").manual_seed(seed % 2**64)
-        self._uniforms.clear()
+        self.sampling = SamplingState(self.prompt_token_ids, params, self.matcher, self.allowed)
 
     def next_uniform(self, ahead: int = 0) -> float:
         """Return the random number in [0, 1) that decides the next token: the n-th number for the n-th token.
@@ -302,11 +352,7 @@ class Request:
         Args:
             ahead: 0 for the next token, 1 for the token after it, and so on.
         """
-        place = self.num_generated_tokens + self.pending_tokens + ahead
-        while len(self._uniforms) <= place:
-            drawn = torch.rand(UNIFORMS_AT_A_TIME, generator=self._generator, dtype=torch.float64)
-            self._uniforms += drawn.tolist()
-        return self._uniforms[place]
+        return self.sampling.uniform(self.num_generated_tokens + self.pending_tokens + ahead)
 
     # ------------------------------------------------------------------ tokens and state
 
@@ -354,8 +400,10 @@ class Request:
         """
         if self.matcher is None:
             assert self.allowed is not None, "a request that is masked"
-            return [self.allowed.mask(self._context(ahead)) for ahead in range(1 + len(self.drafts))]
-        masks = [self.matcher.mask(), *self.matcher.guessed_masks(self.drafts)]
+            return [
+                self.allowed.mask(self._context(ahead)) for ahead in range(1 + len(self.drafts.token_ids))
+            ]
+        masks = [self.matcher.mask(), *self.matcher.guessed_masks(self.drafts.token_ids)]
         if self.allowed is not None:
             masks = [mask & self.allowed.mask(self._context(ahead)) for ahead, mask in enumerate(masks)]
         return [without(mask, self.held_back_token_ids(ahead)) for ahead, mask in enumerate(masks)]
@@ -364,7 +412,7 @@ class Request:
         """Return the latest generated tokens, at most `allowed.context`, followed by the first `ahead` guesses."""
         assert self.allowed is not None
         first = max(len(self.prompt_token_ids), len(self.token_ids) - self.allowed.context)
-        return [*self.token_ids[first:], *self.drafts[:ahead]]
+        return [*self.token_ids[first:], *self.drafts.token_ids[:ahead]]
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -405,26 +453,10 @@ class Request:
     def preempt(self) -> None:
         """Move the request back to WAITING. It keeps its generated tokens. The engine frees its memory next."""
         self._move_to(RequestState.WAITING)
-        self.drafts.clear()
+        self.drafts.token_ids.clear()
         self.preemptions += 1
         self.recomputes |= self.prefill_progress > self.prefill_start
         self.prefill_progress = self.prefill_start = 0
-
-    def guess(self, token_ids: Sequence[int]) -> None:
-        """Set guesses of the tokens after the latest token. The next step computes and verifies them."""
-        self.drafts = list(token_ids)
-        self.draft_tokens += len(token_ids)
-        self.run_tokens = 0
-
-    def verify(self, token_id: int) -> bool:
-        """Return whether a sampled token equals the next guess in `drafts`. Removes this guess. If it was wrong,
-        removes all later guesses, too."""
-        if self.drafts.pop(0) == token_id:
-            self.accepted_tokens += 1
-            self.run_tokens += 1
-            return True
-        self.drafts.clear()
-        return False
 
     def finish(self, reason: FinishReason) -> None:
         self._move_to(RequestState.FINISHED)

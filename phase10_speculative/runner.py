@@ -27,12 +27,13 @@ class SpeculativeRunner(PipelinedRunner):
     def decode_share(self, request: Request) -> PassShare:
         """Return a request's part of the pass: its latest token and the guesses after it. A guess's column counts
         as part of the sequence once the guess has come true (`verify`). Otherwise the next pass writes over it."""
-        if not request.drafts:
+        guesses = request.drafts.token_ids
+        if not guesses:
             return super().decode_share(request)
-        slot, rows = self.slot(request), 1 + len(request.drafts)
+        slot, rows = self.slot(request), 1 + len(guesses)
         column = self.pool.get_seq_len(slot)
         span = Span(slot, column, column + rows, length=column + 1)
-        return PassShare(request, span, [*request.token_ids[-1:], *request.drafts], range(rows))
+        return PassShare(request, span, [*request.token_ids[-1:], *guesses], range(rows))
 
     def execute(self, plan: StepPlan) -> list[StepOutput]:
         self.state.most = 1 if plan.verifies else MAX_IN_FLIGHT

@@ -82,9 +82,9 @@ class SpeculativeScheduler(PipelinedScheduler):
         for request, count in zip(plan.decode, counts, strict=True):
             if count:
                 columns = pool.reserve_spare(request, request.num_tokens + count, others_need)
-                request.guess(self._guessers[request].guesses[: columns - request.num_tokens])
-        decode = sorted(plan.decode, key=lambda request: bool(request.drafts))
-        return StepPlan(tuple(decode), plan.prefill, verifies=bool(decode[-1].drafts))
+                request.drafts.guess(self._guessers[request].guesses[: columns - request.num_tokens])
+        decode = sorted(plan.decode, key=lambda request: bool(request.drafts.token_ids))
+        return StepPlan(tuple(decode), plan.prefill, verifies=bool(decode[-1].drafts.token_ids))
 
     def _guess(self, request: Request) -> list[float]:
         """Guess a request's next tokens. Returns how likely each guess is to come true (see `Guesser.guess`);

@@ -182,7 +182,7 @@ class PipelinedRunner(ChunkedRunner):
             sent = move_together(changes, self.model.device)
             self.stream.submit("seats", self.seats.apply, sent, fetch=False)
         requests = [share.request for share in shares]
-        penalised = any(each.token_counts is not None for each in requests)
+        penalised = any(each.sampling.counts is not None for each in requests)
         # Steps with penalties always search, so there are three kinds of graphs and not four.
         ranked = penalised or any(is_ordered(each.params) and not each.params.greedy for each in requests)
         decode = functools.partial(self._decode, ranked=ranked, penalised=penalised)
@@ -229,7 +229,7 @@ class PipelinedRunner(ChunkedRunner):
 
     def _sample_one(self, launched: LaunchedPass) -> Pending:
         requests = launched.requests
-        if launched.draws and all(request.draws_at_seat for request in requests):
+        if launched.draws and all(request.sampling.draws_at_seat for request in requests):
             return self.stream.submit(("sample", "drawn"), _keep_tokens, [], launched.work)
         inputs = SamplingInputs.of(requests, self.masks(requests), self.model.config.vocab_size, HOST)
         asked, top = inputs.tensors(), inputs.top

@@ -79,7 +79,7 @@ class DeviceSeats:
         replaced: list[int] = []
         factors: list[Sequence[float]] = []
         counted = [np.empty((0, 3), dtype=np.int64)]
-        if self.penalties is None and any(share.request.token_counts is not None for share in shares):
+        if self.penalties is None and any(share.request.sampling.counts is not None for share in shares):
             self.penalties = SeatPenalties.none(len(self._owners), self._vocab, self.state.latest.device)
         for share, seat in zip(shares, seats, strict=True):
             request, column = share.request, share.span.start
@@ -90,7 +90,7 @@ class DeviceSeats:
                 if is_new:
                     replaced.append(seat)
                     factors.append(request.params.penalties)
-                if request.token_counts is not None and (is_new or before != column):
+                if request.sampling.counts is not None and (is_new or before != column):
                     counted.append(_uncounted(request, seat, None if is_new else before, column))
             self._columns[seat] = column + 1
             used_up = (

@@ -32,7 +32,7 @@ class LaunchedPass:
     shares: tuple[PassShare, ...]
     requests: tuple[Request, ...]  # of each sampled row, in order
     work: Pending  # the work submitted last: the forward pass, later its sampling
-    draws: bool = False  # has drawn a token for each row; used if every request has `draws_at_seat`
+    draws: bool = False  # has drawn a token for each row; used if every request has `sampling.draws_at_seat`
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class DecodeSlot:
     def waits_for_tokens(self) -> bool:
         """Whether sampling must wait until the tokens of the step before have been read, since a request has a
         grammar or `bad_words` of several tokens."""
-        return any(request.waits_for_its_tokens for each in self.passes for request in each.requests)
+        return any(request.sampling.waits_for_tokens for each in self.passes for request in each.requests)
 
     def wait(self) -> None:
         """Block until no pass of this step computes any more, failed or not."""

@@ -30,7 +30,7 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
     text, offset, reason = decode(request, token_id, _why_it_ends(request, token_id))
     if reason is not None:
         request.finish(reason)
-    elif request.matcher is not None and not request.drafts:
+    elif request.matcher is not None and not request.drafts.token_ids:
         request.matcher.begin_mask()  # computed while other rows are committed and the next pass runs
     generated = request.num_generated_tokens
     reports_prompt = request.params.prompt_logprobs is not None and generated == 1
@@ -45,8 +45,8 @@ def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None
         prompt_tokens=request.num_prompt_tokens,
         completion_tokens=generated,
         cached_tokens=request.cached_tokens,
-        draft_tokens=request.draft_tokens,
-        accepted_tokens=request.accepted_tokens,
+        draft_tokens=request.drafts.guessed,
+        accepted_tokens=request.drafts.accepted,
         logprobs=logprobs,
         prompt_logprobs=tuple(request.prompt_logprobs) if reports_prompt else None,
     )
@@ -126,6 +126,6 @@ def terminal_output(request: Request) -> StepOutput:
         prompt_tokens=request.num_prompt_tokens,
         completion_tokens=request.num_generated_tokens,
         cached_tokens=request.cached_tokens,
-        draft_tokens=request.draft_tokens,
-        accepted_tokens=request.accepted_tokens,
+        draft_tokens=request.drafts.guessed,
+        accepted_tokens=request.drafts.accepted,
     )

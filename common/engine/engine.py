@@ -123,7 +123,7 @@ class Engine:
         if request.params.seed is None:
             # Reproducible from the engine's seed and the order of arrival, and different for each request.
             draw = random.Random(f"{self.config.seed}:{request.arrival}")
-            request.seed_generator(draw.getrandbits(63))
+            request.sampling.seed(draw.getrandbits(63))
         if request.arrived_s is None:
             request.arrived_s = self.clock()
         if self.config.request_timeout is not None:
@@ -330,7 +330,7 @@ class Engine:
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)
         record.kv_reserved_tokens = pool.reserved_tokens
-        guessed = [len(request.drafts) for request in plan.decode if request.drafts]
+        guessed = [len(ids) for request in plan.decode if (ids := request.drafts.token_ids)]
         record.drafts, record.draft_tokens = len(guessed), sum(guessed)
         begun = [chunk.request for chunk in plan.prefill if chunk.is_first]
         if begun:

@@ -341,7 +341,7 @@ class Runner(ABC):
         for request, token_id, row_logprobs in zip(requests, token_ids, logprobs, strict=True):
             if request.is_terminal or request is wrong:
                 continue
-            if request.drafts and not self.verify(request, token_id):
+            if request.drafts.token_ids and not self.verify(request, token_id):
                 wrong = request
             try:
                 outputs.append(commit_token(request, token_id, row_logprobs))
@@ -356,13 +356,13 @@ class Runner(ABC):
     def verify(self, request: Request, token_id: int) -> bool:
         """Remove the request's next guess, and return whether a sampled token equals it. If so, the column that the
         pass has computed for this guess counts as part of the sequence from now on."""
-        right = request.verify(token_id)
+        right = request.drafts.verify(token_id)
         if right:
             slot = self.slot(request)
             length = self.pool.get_seq_len(slot) + 1
             self.pool.advance([Span(slot, 0, length, length)])
             request.prefill_progress = length
-            self.telemetry.count_accepted(request.run_tokens)
+            self.telemetry.count_accepted(request.drafts.run)
         return right
 
     def register_prefixes(self, plan: StepPlan) -> None:

@@ -211,8 +211,9 @@ class FrameMaker:
                 if chunk.start == request.prefill_start > 0:
                     found.append([known.number, chunk.start])
             elif request in decoding:
+                guesses = request.drafts.token_ids
                 row.append("i" if request.is_terminal and request.request_id not in answered else "d")
-                row += [len(request.drafts)] * bool(request.drafts)
+                row += [len(guesses)] * bool(guesses)
             else:
                 row.append("")
             running.append(row)
@@ -231,12 +232,13 @@ class FrameMaker:
         for known in before:
             known.slot, known.preemptions = None, known.request.preemptions
             if known.guesses:
-                right = min(known.guesses, known.request.accepted_tokens - known.accepted)
+                right = min(known.guesses, known.request.drafts.accepted - known.accepted)
                 verified.append([self._know(known.request, frame).number, right])
         for known in self._running:
             known.slot, known.preemptions = known.request.slot, known.request.preemptions
         for known in {*before, *self._running}:
-            known.guesses, known.accepted = len(known.request.drafts), known.request.accepted_tokens
+            drafts = known.request.drafts
+            known.guesses, known.accepted = len(drafts.token_ids), drafts.accepted
         if verified:
             frame["verified"] = verified
         ended = [[self._end(output, frame), output.finish_reason or "error"] for output in self._ended]

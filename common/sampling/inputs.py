@@ -79,7 +79,7 @@ class SamplingInputs(NamedTuple):
         """Collect the parameters of a pass's rows as tensors on a device.
 
         A request may have several adjacent rows. Each of its rows samples a token as if the guesses before that
-        token (`Request.drafts`) had been generated.
+        token (`Drafts.token_ids`) had been generated.
 
         Args:
             requests: the request of each row.
@@ -99,24 +99,27 @@ class SamplingInputs(NamedTuple):
         ahead = 0  # tokens that the same request samples in earlier rows
         before: Request | None = None
         for row, request in enumerate(requests):
-            if request.takes_best:
+            if request.sampling.takes_best:
                 continue
             ahead = ahead + 1 if request is before else 0
             before = request
-            params, counts = request.params, request.token_counts
+            params, counts = request.params, request.sampling.counts
             if not params.greedy:
                 # A row's own parameters choose its code path, so that other rows do not change its result.
                 drawn[is_ordered(params)].append(row)
                 settings[row] = settings_of(request, ahead, vocab)
             if params.logprobs is not None:
                 reported.append(row)
-            if request.token_biases is not None:
-                biased.append(request.token_biases.at_row(row))
-                biases.append(request.token_biases.values)
+            changed = request.sampling.biases
+            if changed is not None:
+                biased.append(changed.at_row(row))
+                biases.append(changed.values)
             if counts is not None:
                 penalties = np.zeros((len(requests), 3)) if penalties is None else penalties
                 counts.catch_up(request.token_ids)
-                penalised.append(counts.guessed(row, request.drafts[:ahead]) if ahead else counts.at_row(row))
+                penalised.append(
+                    counts.guessed(row, request.drafts.token_ids[:ahead]) if ahead else counts.at_row(row)
+                )
                 penalties[row] = params.penalties
                 if request.pending_tokens:
                     unread.append(row)

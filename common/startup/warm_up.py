@@ -136,7 +136,7 @@ def _decode(runner: Runner, batch: Sequence[SamplingParams], tokens: int = 0, gu
         plans += [StepPlan(decode=tuple(requests), verifies=guesses > 0)] * tokens
         for plan in plans:
             for request in plan.decode:
-                request.guess([0] * guesses)
+                request.drafts.guess([0] * guesses)
             began_s = time.perf_counter()
             runner.execute(plan)
             while runner.in_flight:

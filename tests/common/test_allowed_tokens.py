@@ -138,7 +138,7 @@ def test_only_words_of_several_tokens_wait_for_the_token_before() -> None:
     def waits(tokenizer: Tokenizer, **fields: object) -> bool:
         params = SamplingParams(**fields)  # type: ignore[arg-type]
         allowed = AllowedTokens.of(tokenizer, params.allowed_token_ids, params.bad_words)
-        return Request("r", [1], params, allowed=allowed).waits_for_its_tokens
+        return Request("r", [1], params, allowed=allowed).sampling.waits_for_tokens
 
     tokenizer = byte_tokenizer()
     assert not waits(tokenizer, bad_words=("a", "b"), allowed_token_ids=(1, 2))

@@ -288,7 +288,7 @@ def sampling(_):
     sequences, vocab = 32, 128_000
     requests = [Request(str(i), [1, 2], PARAMS) for i in range(sequences)]
     for request in requests:
-        request.seed_generator(0)
+        request.sampling.seed(0)
     with torch.inference_mode():
         sample(torch.randn(1, 100), requests[:1])  # what libraries take is not measured
         before = read("VmRSS")

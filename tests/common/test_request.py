@@ -94,7 +94,7 @@ def test_a_seed_decides_the_numbers(seed: int) -> None:
     assert len(set(first)) == 10
     reseeded = make(seed=6)
     assert reseeded.next_uniform() == reseeded.next_uniform()
-    reseeded.seed_generator(seed)
+    reseeded.sampling.seed(seed)
     assert uniforms(reseeded, 10) == first
 
 

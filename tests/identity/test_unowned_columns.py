@@ -66,9 +66,9 @@ def guessed_rows(engine: Engine) -> torch.Tensor:
     pool = engine.runner.pool
     rows: list[int] = []
     for request in engine.live_requests:
-        if request.slot is not None and request.drafts:
+        if request.slot is not None and request.drafts.token_ids:
             length = pool.get_seq_len(request.slot)
-            rows += rows_of(pool, request.slot, range(length, length + len(request.drafts)))
+            rows += rows_of(pool, request.slot, range(length, length + len(request.drafts.token_ids)))
     return torch.tensor(rows, dtype=torch.int64)
 
 

@@ -56,7 +56,7 @@ def test_right_guesses_save_passes(guess: object, most: int) -> None:
     request = add(engine, [7, 8, 9], greedy(50))
     assert_answered(run(engine), [request])
     assert engine.telemetry.counters.passes <= most
-    end = request.accepted_tokens, request.draft_tokens
+    end = request.drafts.accepted, request.drafts.guessed
     assert (end[0] > 40) if guess is RIGHT else end[0] == 0 < end[1]
 
 
@@ -90,14 +90,14 @@ def test_guesses_that_do_not_pay_are_not_computed_and_begin_again_where_they_wou
     outputs = []
     while request.num_generated_tokens < 55:
         outputs += engine.step()
-    first = request.draft_tokens
+    first = request.drafts.guessed
     outputs += run(engine)
     text = [1, 2, 3]
     while len(text) < 203:
         text.append(rule(text))
     assert request.token_ids == text
     assert first < 20
-    assert request.accepted_tokens > 100
+    assert request.drafts.accepted > 100
 
 
 @pytest.mark.skipif(not native.is_loaded(), reason="no native kernels here")

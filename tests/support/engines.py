@@ -305,7 +305,7 @@ def solo(
     """Return the tokens that `generate()` gives for a prompt."""
     request = Request("solo", list(prompt), params, frozenset(ends))
     if seed is not None:
-        request.seed_generator(seed)
+        request.sampling.seed(seed)
     return [o.token_id for o in generate(model, request) if o.token_id is not None]
 
 
