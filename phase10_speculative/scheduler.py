@@ -24,7 +24,7 @@ from common.request import Request
 from phase9_pipelined.scheduler import PipelinedScheduler
 from phase10_speculative.config import MOST_ROWS, Config
 from phase10_speculative.drafters import Dictionary, Drafter, NgramDrafter
-from phase10_speculative.yields import START, Guesser, worthwhile
+from phase10_speculative.payoff import START, Guesser, worthwhile
 
 logger = logging.getLogger(__name__)
 

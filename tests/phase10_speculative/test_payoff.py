@@ -6,7 +6,7 @@ import pytest
 
 from common.engine.scheduling import RowCost
 from common.request import Request, SamplingParams
-from phase10_speculative.yields import LEAST_GAIN, START, Guesser, worthwhile
+from phase10_speculative.payoff import LEAST_GAIN, START, Guesser, worthwhile
 
 CHEAP = RowCost(weights=100.0, host=1.0)
 DEAR = RowCost(weights=0.1, host=0.1)
