@@ -4,6 +4,9 @@ A pool stores keys and values per layer as `[blocks, block_size, kv_heads, head_
 key and value: the token at position `p` of a sequence is in the sequence's column `p`. A sequence owns a *slot* (an
 integer handle) with a block table, a capacity and a length, both in columns. Bookkeeping computes with integers
 only, so schedulers are tested without a model. A `KVView` turns the integers into the index tensors of one pass.
+
+Each phase that changes the memory has its pool in its `cache`: `phase4_static.cache` reserves a rectangle, and
+`phase6_paged.allocator` hands out blocks, which `phase8_prefix.cache` shares.
 """
 
 from __future__ import annotations

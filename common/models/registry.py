@@ -5,7 +5,7 @@ id.
 
 To add an architecture, write a subclass of `CausalLM`, or of a model that is already here, in a file of its own
 (`mistral.py` and `qwen2.py` are the shortest), and enter it in `ARCHITECTURES`. For GGUF files, enter its name in
-`_MODEL_TYPES` of `gguf.py`, too.
+`_MODEL_TYPES` of `gguf/checkpoint.py`, too.
 """
 
 from __future__ import annotations
