@@ -50,6 +50,14 @@ def test_without_a_compiler_and_a_cache_folder(tmp_path: Path) -> None:
     assert lines["infer"] == f"  {importlib.metadata.version('infer-phases')}"
 
 
+def test_options_in_the_environment_are_read_and_keys_are_not_shown() -> None:
+    lines = screen(0, INFER_NATIVE_KERNELS="false", INFER_API_KEY="hunter2")
+    assert lines["options"] == "  in the environment: INFER_API_KEY, INFER_NATIVE_KERNELS=false"
+    assert lines["kernels"].startswith("~ torch computes")
+    assert lines["kernels"].endswith("INFER_NATIVE_KERNELS switches the native kernels off")
+    assert "hunter2" not in " ".join(lines.values())
+
+
 def test_a_wrong_option_keeps_a_server_from_starting() -> None:
     lines = screen(1, INFER_MAX_BATCH_SIZE="many", INFER_NATIVE_KERNELS="false")
     assert lines["options"].startswith("! in the environment: ")

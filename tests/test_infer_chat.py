@@ -323,6 +323,14 @@ def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
         terminal.say("hi", "You sent 1")
 
 
+def test_a_server_with_a_key() -> None:
+    with ServerProcess("phase4_static", "--api-key", "k", headers={"Authorization": "Bearer k"}) as server:
+        options = ("--url", server.url, "--max-tokens", "1")
+        assert piped("hi", *options).returncode == 1
+        assert piped("hi", *options, "--api-key", "k").returncode == 0
+        assert piped("hi", *options, INFER_API_KEY="k").returncode == 0
+
+
 # ---------------------------------------------------------------------- a server of its own
 
 

@@ -167,6 +167,17 @@ def test_auto_calibrates_once_on_the_first_server(tmp_path: Path, writer: Prompt
     assert runs[0].metrics.arrival_rate == pytest.approx(calibrations[0].capacity, rel=0.15)
 
 
+def test_a_phase_that_is_started_here_traces_itself(tmp_path: Path, writer: PromptWriter) -> None:
+    peer = replace(fake_target("a peer"), order=100.0)
+    runs, _ = run_comparison([fake_target("phase 4", 4), peer], writer, tmp_path, trace=True)
+    path = (tmp_path / runs[0].file_name).with_suffix(".trace")
+    assert f"recorded meanwhile: {path.name}" in runs[0].notes
+    assert path.read_text() == "traced"
+    assert runs[0].server.options == {}  # results show no folders
+    assert "no trace: only a phase that is started here records one" in runs[1].notes
+    assert [run.status for run in runs] == ["ok", "ok"]
+
+
 def test_a_server_that_dies_or_does_not_start_fails_its_run_alone(
     tmp_path: Path, writer: PromptWriter
 ) -> None:

@@ -371,6 +371,14 @@ def test_the_tail_of_a_large_vocabulary_is_reached(monkeypatch: pytest.MonkeyPat
         assert abs(token - share * vocab) < 0.01 * vocab
 
 
+def test_a_mask_longer_than_the_vocabulary() -> None:
+    """A tokenizer may have more ids than the model."""
+    logits = random_logits(2)
+    masks = masks_of({1: [VOCAB - 1, VOCAB, 95]}, words=3)
+    assert ids_of(logits, [make(temperature=0.0)] * 2)[0] == int(logits[0].argmax())
+    assert sample(logits, [make(temperature=0.0)] * 2, masks).token_ids.tolist()[1] == VOCAB - 1
+
+
 # ---------------------------------------------------------------------- penalties
 
 

@@ -102,6 +102,18 @@ def groups_at_work(engine: Engine) -> list[str]:
 
 
 @EVERY_PHASE
+@pytest.mark.parametrize(("many", "others"), [(8, 3), (6, 1)])
+def test_a_group_of_requests_leaves_seats_to_later_requests(phase: str, many: int, others: int) -> None:
+    """A group may have all seats that no other request waits for."""
+    engine = build(phase, max_batch_size=4, max_waiting_requests=32)
+    requests = [add_to(engine, "many", [5, i]) for i in range(many)]
+    requests += [add_to(engine, f"other {i}", [9, i]) for i in range(others)]
+    outputs = engine.step()
+    assert groups_at_work(engine) == ["many"] * (4 - others) + [f"other {i}" for i in range(others)]
+    assert_served(engine, requests, outputs)
+
+
+@EVERY_PHASE
 def test_a_group_that_took_every_seat_gives_some_back_when_others_come(phase: str) -> None:
     engine = build(phase, max_batch_size=4, max_waiting_requests=32)
     many = [add_to(engine, "many", [5, i], new_tokens=20) for i in range(6)]

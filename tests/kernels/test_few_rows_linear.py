@@ -97,6 +97,15 @@ def test_a_row_has_the_same_bits_beside_any_others(place: str) -> None:
         assert torch.equal(gated_linear(x[rows], weight[:32], "silu"), gated[rows])
 
 
+def test_a_nan_stays_in_its_row(place: str) -> None:
+    weight, x = weight_of(40, 70, BF16, place), draw(4, 40, dtype=BF16, device=place)
+    clean = linear(x, weight)
+    x[1, 3] = torch.nan
+    spoilt = linear(x, weight)
+    assert spoilt[1].isnan().all()
+    assert torch.equal(spoilt[[0, 2, 3]], clean[[0, 2, 3]])
+
+
 @pytest.mark.gpu
 def test_the_kernel_and_the_library_give_the_same_bits() -> None:
     """One row is computed by the kernel, many rows by the library."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import native
@@ -23,7 +25,7 @@ from kernels.gated_act import ACTIVATIONS, gated_act_native, gated_act_reference
 from kernels.int8 import linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm_native, rms_norm_native
-from tests.kernels.support import BF16, FP32, draw
+from tests.kernels.support import BF16, DTYPES, FP32, draw
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -126,14 +128,31 @@ def test_gated_linear(dtype, activation, size, inputs):
 # ---------------------------------------------------------------------- bit for bit
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(2, 40), size=st.integers(1, 700), shift=st.integers(0, 9), dtype=st.sampled_from(DTYPES)
+)
+def test_a_row_has_the_same_bits_wherever_it_lies(rows, size, shift, dtype):
+    """The row may be alone or beside others, and begin anywhere in memory."""
+    x = draw(rows * size + shift, dtype=dtype)[shift:].view(rows, size)
+    weight = draw(size, seed=1)
+    together = fused_add_rms_norm_native(x, x.float(), weight, 1e-6)[0]
+    for row in range(rows):
+        alone = x[row : row + 1].clone()
+        assert torch.equal(fused_add_rms_norm_native(alone, alone.float(), weight, 1e-6)[0][0], together[row])
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (1024, 2048), (300, 42)])
 def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inputs):
     """Real layers' sizes and some 2 million outputs: a product that is split differently would show."""
     weight = draw(outputs, inputs, dtype=dtype)
     packed, gated = pack_linear(weight), pack_gated_linear(weight)
+    values, scales = quantize(weight)
+    int8 = pack_linear(values, dtype)
     x = draw(1000, inputs, dtype=dtype, seed=1)  # more rows than the kernel handles at a time
     for layer in (
         lambda x: packed_linear(x, packed, outputs),
+        lambda x: packed_linear(x, int8, outputs, None, scales),
         lambda x: packed_gated_linear(x, gated, outputs // 2, "silu"),
     ):
         together = layer(x)
@@ -145,13 +164,16 @@ def test_a_linear_layers_row_has_the_same_bits_beside_others(dtype, outputs, inp
 
 def test_bits_do_not_depend_on_the_number_of_threads(dtype):
     """There may be more or fewer rows than threads."""
-    packed, weight = pack_linear(draw(960, 1536, dtype=dtype)), draw(1536, dtype=dtype, seed=1)
+    matrix, weight = draw(960, 1536, dtype=dtype), draw(1536, dtype=dtype, seed=1)
+    values, scales = quantize(matrix)
+    packed, int8 = pack_linear(matrix), pack_linear(values, dtype)
 
     def compute() -> list[Tensor]:
         found = []
         for rows in (1, 3, 13, 100, 1000):
             x = draw(rows, 1536, dtype=dtype, seed=rows)
-            found += [packed_linear(x, packed, 960), gated_act_native(x, "gelu_tanh")]
+            found += [packed_linear(x, packed, 960), packed_linear(x, int8, 960, None, scales)]
+            found.append(gated_act_native(x, "gelu_tanh"))
             found += [
                 rms_norm_native(x, weight, 1e-6),
                 *fused_add_rms_norm_native(x, x.float(), weight, 1e-6),
@@ -232,6 +254,8 @@ import logging, sys
 from pathlib import Path
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernels import native
 from kernels.gated_act import gated_act
 loaded = native.load_native_kernels(Path(sys.argv[1]))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from common.startup.phases import phase_names
 from kernels.openmp import SPIN_ROUNDS, VARIABLES
 
 ROOT = Path(__file__).parents[2]
@@ -18,37 +17,28 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings libgomp on Linux only")
 
 ENTRY_POINTS = [
-    *(["-m", phase, "--help"] for phase in ("phase4_static", "phase8_prefix", phase_names()[-1])),
-    ["-m", "infer", "phases"],
+    ["-m", "phase8_prefix", "--help"],
     ["-m", "infer", "serve", "5", "--help"],
-    ["-m", "benchmarks", "--help"],
-    ["-m", "benchmarks.demo", "--help"],
     ["-m", "benchmarks", "micro", "kv_cache", "--help"],
     ["-c", "from common.llm import LLM"],
     ["-c", "import kernels.attention"],
     ["-c", "import simulator"],
-    ["-c", "import cluster.app"],
     ["-c", "import cluster.replica"],
 ]
 
 
-def run(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def spin_rounds(arguments: list[str]) -> list[str]:
+    """Start a process. Returns the GOMP_SPINCOUNT that each copy of libgomp in it has read."""
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=inherited | {"PYTHONPATH": str(ROOT)} | variables,
+        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done
-
-
-def spin_rounds(arguments: list[str], **variables: str) -> list[str]:
-    """Start a process. Returns the GOMP_SPINCOUNT that each copy of libgomp in it has read."""
-    log = run(arguments, OMP_DISPLAY_ENV="VERBOSE", **variables).stderr
-    return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", log)
+    return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,19 @@ def test_any_pass_follows_the_rule(
     assert_exact(case.reference(), case)
 
 
+def test_scores_far_apart_do_not_overflow(triton_device):
+    """Scores up to about ±1,000, the largest first, last or in the middle of a sequence."""
+    case = Case([1, 600, 600, 600], heads=(2, 1), device=triton_device)
+    case.q *= 300
+    for sequence, column in ((1, 0), (2, 150), (3, 599)):
+        block = case.indices.block_table[sequence, column // 16]
+        case.k_store[block, column % 16] *= 4
+        case.columns[sequence][0][column] *= 4
+    result = case.run()
+    assert result.isfinite().all()
+    torch.testing.assert_close(result.double().cpu(), case.oracle(), rtol=0, atol=1e-3)
+
+
 # ---------------------------------------------------------------------- precision
 
 
@@ -261,6 +274,19 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
 
 
 # ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.usefixtures("short_splits")
+def test_a_nan_stays_with_its_sequence(triton_device):
+    case = Case([40, 150, (20, 30)], device=triton_device)
+    before = case.run()
+    last = case.indices.block_table[1, 149 // 16]
+    case.k_store[last, 149 % 16, 0, 3] = math.nan
+    after = case.run()
+    assert after[1, :2].isnan().all()  # the heads that share KV head 0
+    assert torch.equal(after[1, 2:], before[1, 2:])
+    assert torch.equal(after[2:], before[2:])
+    assert torch.equal(after[0], before[0])
 
 
 def test_strides_are_followed(triton_device):

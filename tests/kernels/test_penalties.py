@@ -10,7 +10,7 @@ from common.request import Request, SamplingParams
 from common.sampling.draw import _adjust
 from common.sampling.inputs import SamplingInputs
 from kernels.draw import MOST_COLUMNS
-from kernels.penalties import IN_PROMPT, SeatPenalties, penalise_reference, penalise_triton
+from kernels.penalties import IN_PROMPT, TILE, SeatPenalties, penalise_reference, penalise_triton
 
 SEATS = 6
 
@@ -54,6 +54,19 @@ def test_scores_and_counts(triton_device: str, vocab: int) -> None:
     changed = penalties.counts.clone()
     changed[seats, latest] += 1
     assert torch.equal(kept.counts.cpu(), changed)
+
+
+@pytest.mark.parametrize("rows", [2, TILE + 2])
+def test_rows_that_fill_a_graph_count_nothing(triton_device: str, rows: int) -> None:
+    """They repeat row 0, and get its scores: the draw writes both rows' tokens to the same seat."""
+    penalties = copied(penalties_of(40), triton_device)
+    before = penalties.counts.clone()
+    logits = logits_of(1, 40).to(triton_device)
+    seats, latest = (torch.full((rows,), value, device=triton_device) for value in (3, 7))
+    scores = penalise_triton(logits.expand(rows, -1), penalties, seats, latest)
+    assert torch.equal(scores, scores[:1].expand(rows, -1))
+    before[3, 7] += 1
+    assert torch.equal(penalties.counts, before)
 
 
 @pytest.mark.parametrize(

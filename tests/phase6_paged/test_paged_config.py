@@ -30,6 +30,12 @@ def test_blocks_default_to_the_bytes_of_phase_5(
     assert config.kv_formula() == f"{blocks} blocks × {config.block_size}"
 
 
+def test_slots_ignore_the_block_options(variant: Variant) -> None:
+    options = {"kv_cache_backend": "contiguous", "max_batch_size": 3, "max_seq_len": 50}
+    for config in (variant.config(**options), variant.config(**options, block_size=7, num_blocks=1)):
+        assert (config.kv_tokens(), config.kv_formula()) == (150, "3 × 50")
+
+
 def test_a_pool_smaller_than_one_sequence_is_legal_and_said(
     variant: Variant, caplog: pytest.LogCaptureFixture
 ) -> None:
