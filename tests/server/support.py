@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import queue
 import re
-import runpy
 import signal
 import socket
 import struct
@@ -17,17 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from multiprocessing.reduction import DupFd
 from typing import Any, Self
 
 import httpx
 import psutil
-import pytest
-import torch
-from _pytest.mark import ParameterSet
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -56,24 +50,11 @@ BATCH, QUEUE = 4, 6  # sequences that a gated server computes together, and requ
 Event = tuple[str, dict[str, Any]]
 
 PHASES = phase_names()
-for _phase in PHASES:
-    find_phase(_phase)  # so that the process which forks servers has imported them
-
-
-def with_option(name: str) -> set[str]:
-    """Return the phases that have an option of this name."""
-    return {phase for phase in PHASES if name in find_phase(phase).Config.model_fields}
 
 
 def called_from_python(phase: str) -> tuple[str, ...]:
     """Return options of a server whose passes a test can hold and break: recordings would skip the hooks."""
-    return ("--no-captured-steps",) if phase in with_option("captured_steps") else ()
-
-
-def slow_but_on(*ordinary: str, of: Sequence[str]) -> list[ParameterSet]:
-    """Return phases as parameters: `ordinary` for the ordinary suite, the others in `of` for the slow suite."""
-    chosen = [name for name in PHASES if name in (*ordinary, *of)]
-    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.slow) for name in chosen]
+    return ("--no-captured-steps",) if "captured_steps" in find_phase(phase).Config.model_fields else ()
 
 
 def rendered(messages: list[Any], **options: Any) -> list[int]:
@@ -199,74 +180,16 @@ def answer_of(response: httpx.Response) -> dict[str, Any]:
     return answer
 
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
-
-
-class ForkedProcess:
-    """Like `subprocess.Popen([python, "-m", MODULE, *ARGUMENTS], text=True)`, with the methods that tests use.
-
-    The process is forked from one that has imported torch already, which saves two seconds.
-    """
-
-    def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
-        child_ends = (stdin, stdout, stderr)
-        start = _Start(module, arguments, child_ends)
-        self._process = FORKS.Process(target=start.run)
-        self._process.start()
-        for end in child_ends:
-            os.close(end)
-        self.stdin = os.fdopen(to_stdin, "w")
-        self.stdout, self.stderr = os.fdopen(from_stdout), os.fdopen(from_stderr)
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class _Start:
-    """The function that a forked process runs. Pickling this object passes the pipes to the process."""
-
-    def __init__(self, module: str, arguments: Sequence[str], pipes: Sequence[int]) -> None:
-        self._module, self._arguments, self._pipes = module, list(arguments), pipes
-        self._environment = dict(os.environ)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_pipes": [DupFd(pipe) for pipe in self._pipes]}
-
-    def run(self) -> None:
-        for number, pipe in enumerate(self._pipes):
-            os.dup2(pipe.detach(), number)  # type: ignore[attr-defined]  # unpickled, it is a DupFd
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-        os.environ.clear()
-        os.environ.update(self._environment)
-        torch.set_num_threads(1)
-        sys.argv = [self._module, *self._arguments]
-        runpy.run_module(self._module, run_name="__main__", alter_sys=True)
-
-
 class ServerProcess(Served):
     """A phase's server, started with flags, on a free port.
 
-    The process is forked, or started anew if it gets environment variables (`env`). `settings` are the client's.
+    Args:
+        phase: name of its package.
+        flags: its options.
+        module: the module to run instead, which gets the phase as its first argument.
+        env: environment variables beside those of the tests.
+        headers: of the client.
+        settings: of the client.
     """
 
     def __init__(
@@ -280,18 +203,14 @@ class ServerProcess(Served):
     ) -> None:
         name, *arguments = [module, phase] if module else [phase]
         arguments += ["--port", "0", "--dtype", "float32", "--device", "cpu", *flags]
-        self.process: ForkedProcess | subprocess.Popen[str]
-        if env is None:
-            self.process = ForkedProcess(name, arguments)
-        else:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", name, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-            )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", name, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        )
         self.log: list[str] = []
         self.logged = 0  # number of lines when the test began
         self.said: queue.Queue[str] = queue.Queue()

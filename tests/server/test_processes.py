@@ -1,4 +1,4 @@
-"""The engine's own process: answers are those of the engine alone, and if either process ends, both end cleanly."""
+"""A server's two processes: what crosses between them, what happens if one hangs or ends, and their threads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -31,17 +32,13 @@ from common.startup.phases import find_phase
 from tests.server.support import (
     BATCH,
     HANG_S,
-    PHASES,
-    QUEUE,
     ServerProcess,
     assert_error,
-    called_from_python,
     engine_of,
     eventually,
     hold_a_full_batch,
     in_background,
     post,
-    slow_but_on,
 )
 
 SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 79_999}}}
@@ -62,41 +59,6 @@ def suspended(process: psutil.Process) -> Iterator[None]:
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
-
-
-#: Both processes treat all phases alike. The last one yields several tokens of a request in one message.
-@pytest.fixture(scope="module", params=slow_but_on("phase7_chunked", of=PHASES[-1:]))
-def phase(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def start_split(phase: str, *flags: str) -> ServerProcess:
-    """A gated server whose engine has a process of its own."""
-    limits = "--max-batch-size", str(BATCH), "--max-waiting-requests", str(QUEUE)
-    return ServerProcess(
-        phase, *limits, *called_from_python(phase), *flags, module="tests.server.gated_server"
-    )
-
-
-@pytest.fixture(scope="module")
-def shared_split(phase: str) -> Iterator[ServerProcess]:
-    with start_split(phase) as server:
-        yield server
-        assert "Traceback" not in "".join(server.log)
-
-
-@pytest.fixture
-def split(shared_split: ServerProcess) -> Iterator[ServerProcess]:
-    shared_split.begin_test()
-    yield shared_split
-    shared_split.order("open")
-    shared_split.assert_serves()
-
-
-@pytest.fixture
-def mortal_split(phase: str) -> Iterator[ServerProcess]:
-    with start_split(phase) as server:
-        yield server
 
 
 # ---------------------------------------------------------------------- answers
@@ -127,12 +89,12 @@ REQUESTS: list[tuple[dict[str, Any], SamplingParams]] = [
 ]
 
 
-def test_answers_are_those_of_an_engine_without_a_server(split: ServerProcess, phase: str) -> None:
+def test_answers_are_those_of_an_engine_without_a_server(gated: ServerProcess, phase: str) -> None:
     llm = LLM("zoo:llama-tiny", phase=phase, device="cpu", dtype="float32")
     prompt = "Once upon a time"
     expected = llm.generate([prompt] * len(REQUESTS), [params for _, params in REQUESTS], progress=False)
     answers = in_background(
-        len(REQUESTS), lambda number: post(split, prompt=prompt, **REQUESTS[number][0]).json()
+        len(REQUESTS), lambda number: post(gated, prompt=prompt, **REQUESTS[number][0]).json()
     )
     for answer, completion in zip(answers, expected, strict=True):
         (choice,) = answer.result(HANG_S)["choices"]
@@ -140,61 +102,38 @@ def test_answers_are_those_of_an_engine_without_a_server(split: ServerProcess, p
         assert answer.result()["usage"]["completion_tokens"] == completion.completion_tokens
 
 
-def test_a_stop_string_ends_the_request_in_the_engine(split: ServerProcess) -> None:
-    text = split.text(max_tokens=200, ignore_eos=True)
+def test_a_stop_string_ends_the_request_in_the_engine(gated: ServerProcess) -> None:
+    text = gated.text(max_tokens=200, ignore_eos=True)
     word = text.split()[20]
     expected = text[: text.index(word)]
-    choice = split.complete(max_tokens=200, ignore_eos=True, stop=[word])["choices"][0]
+    choice = gated.complete(max_tokens=200, ignore_eos=True, stop=[word])["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
-    eventually(lambda: split.counters()["requests_finished"] == 2)
-    assert split.counters()["requests_cancelled"] == 0
-    assert split.counters()["decode_tokens"] < 300, "it was not computed to its length"
+    eventually(lambda: gated.counters()["requests_finished"] == 2)
+    assert gated.counters()["requests_cancelled"] == 0
+    assert gated.counters()["decode_tokens"] < 300, "it was not computed to its length"
 
 
-# ---------------------------------------------------------------------- load
-
-
-def test_the_front_answers_and_counts_while_a_pass_runs(split: ServerProcess) -> None:
-    batch = hold_a_full_batch(split)
-    for path in ("/health", "/ready", "/version", "/metrics", "/telemetry", "/v1/models"):
-        assert split.client.get(path).status_code == 200
-    crowd = in_background(QUEUE + 3, lambda _: post(split))
-    eventually(lambda: sum(each.done() for each in crowd) == 3)
-    for each in crowd:
-        if each.done():
-            assert_error(each.result(), 503, None, "queue_full")
-    assert "vllm:num_requests_waiting{" in split.client.get("/metrics").text
-    split.order("open")
-    assert [each.result(HANG_S).status_code for each in crowd].count(200) == QUEUE
-    assert batch.result(HANG_S).status_code == 200
-    assert split.counters()["requests_finished"] == BATCH + QUEUE
-
-
-def test_a_client_that_leaves_frees_its_place(split: ServerProcess) -> None:
-    with split.streaming(max_tokens=1500, ignore_eos=True) as events:
-        next(events)
-    eventually(lambda: split.counters()["requests_cancelled"] == 1)
-    eventually(lambda: split.client.get("/telemetry").json()["steps"][-1]["active"] == 0)
+# ---------------------------------------------------------------------- grammars
 
 
 def test_slow_grammars_hold_no_places_and_those_of_clients_that_leave_are_dropped(
-    split: ServerProcess,
+    gated: ServerProcess,
 ) -> None:
-    split.complete(max_tokens=4, **SLOW_GRAMMAR)  # from now on it is known that the grammar is slow
-    room = split.queue_room()
-    with suspended(engine_of(split.process.pid)):  # no grammar is compiled
-        asked = {split.raw(max_tokens=4, **SLOW_GRAMMAR) for _ in range(MOST_COMPILING + 1)}
+    gated.complete(max_tokens=4, **SLOW_GRAMMAR)  # from now on it is known that the grammar is slow
+    room = gated.queue_room()
+    with suspended(engine_of(gated.process.pid)):  # no grammar is compiled
+        asked = {gated.raw(max_tokens=4, **SLOW_GRAMMAR) for _ in range(MOST_COMPILING + 1)}
         refused = select.select(asked, [], [], HANG_S)[0][0]
         answer = http.client.HTTPResponse(refused)
         answer.begin()
         assert answer.status == 503
         assert b'"compiling_busy"' in answer.read()
-        assert split.queue_room() == room
+        assert gated.queue_room() == room
         for each in asked:
             each.close()
-        eventually(lambda: split.log_text.count("dropped: the client left") == MOST_COMPILING)
-    split.complete(max_tokens=4, **SLOW_GRAMMAR)
-    assert split.counters()["requests_added"] == 2
+        eventually(lambda: gated.log_text.count("dropped: the client left") == MOST_COMPILING)
+    gated.complete(max_tokens=4, **SLOW_GRAMMAR)
+    assert gated.counters()["requests_added"] == 2
 
 
 def count_matchers(_: EngineCalls) -> int:
@@ -216,28 +155,13 @@ async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
         await engine.stop()
 
 
-# ---------------------------------------------------------------------- steps that are watched
-
-
-def test_the_live_view_and_traces_come_from_the_engines_process(split: ServerProcess) -> None:
-    with split.client.stream("GET", "/steps") as viewer:
-        lines = viewer.iter_lines()
-        assert next(lines) == "event: begin"
-        answer = in_background(1, lambda _: post(split, max_tokens=50, ignore_eos=True))[0]
-        assert any(line.startswith("data: ") and '"key":true' in line for line in lines)
-        assert answer.result(HANG_S).status_code == 200
-    recording = in_background(1, lambda _: split.client.get("/trace?seconds=1").json())[0]
-    eventually(lambda: bool(post(split, max_tokens=3)) and recording.done())
-    assert {event["name"] for event in recording.result()} >= {"plan", "first token"}
-
-
 # ---------------------------------------------------------------------- the end of a process
 
 
 @pytest.mark.parametrize("asks", ["request", "grammar", "call"])
 def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(phase: str, asks: str) -> None:
     """It begins no step, so the time counts from the request, the grammar or the call that it does not take."""
-    with start_split(phase, "--step-timeout", "1.5") as server:
+    with ServerProcess(phase, "--step-timeout", "1.5") as server:
         server.complete(max_tokens=4, **SLOW_GRAMMAR)
         server.begin_test()
         time.sleep(0.5)  # until the engine's process has said that it waits for work
@@ -258,8 +182,8 @@ def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(p
         server.assert_serves()
 
 
-def test_a_process_that_stays_stopped_ends_with_its_server(mortal_split: ServerProcess) -> None:
-    server, engine = mortal_split, engine_of(mortal_split.process.pid)
+def test_a_process_that_stays_stopped_ends_with_its_server(mortal: ServerProcess) -> None:
+    server, engine = mortal, engine_of(mortal.process.pid)
     engine.suspend()
     server.signal()
     assert server.wait() == 0
@@ -268,8 +192,8 @@ def test_a_process_that_stays_stopped_ends_with_its_server(mortal_split: ServerP
     assert "the engine's process did not end within 5 s, and was killed" in server.log_text
 
 
-def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerProcess) -> None:
-    server = mortal_split
+def test_a_killed_engine_ends_every_request_with_an_error(mortal: ServerProcess) -> None:
+    server = mortal
     engine = engine_of(server.process.pid)
     with server.streaming(max_tokens=4000, ignore_eos=True) as events:
         received = [next(events) for _ in range(5)]
@@ -307,11 +231,11 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal_split: ServerPr
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_a_killed_front_leaves_no_engine_behind(mortal_split: ServerProcess, computes: bool) -> None:
-    engine = engine_of(mortal_split.process.pid)
+def test_a_killed_front_leaves_no_engine_behind(mortal: ServerProcess, computes: bool) -> None:
+    engine = engine_of(mortal.process.pid)
     if computes:
-        hold_a_full_batch(mortal_split)
-    mortal_split.process.kill()
+        hold_a_full_batch(mortal)
+    mortal.process.kill()
     eventually(lambda: has_ended(engine))
 
 
@@ -356,3 +280,55 @@ def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
 def test_an_engine_that_cannot_be_built_is_one_line(make_engine: Callable[[], Any], says: str) -> None:
     with pytest.raises(StartupError, match=says):
         EngineProcess(make_engine, functools.partial(os.nice, 0)).build()
+
+
+# ---------------------------------------------------------------------- threads
+
+PREFILL = "Once upon a time there was a brave fox. " * 60  # long enough for every product to be shared out
+
+
+def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
+    """Serve requests of several kinds with `workers` OpenMP threads. Returns the number of threads of the engine's
+    process."""
+    env = {"OMP_NUM_THREADS": str(workers), "OPENBLAS_NUM_THREADS": "1"}  # numpy has threads of its own
+    with ServerProcess(phase, *flags, env=env) as server:
+        server.complete(prompt=PREFILL, max_tokens=12, temperature=1, top_p=0.9, seed=4)
+        server.complete(prompt=[PREFILL] * 4, logprobs=3, presence_penalty=1, stop=["fox"])
+        server.events(prompt=PREFILL)
+        assert server.client.get("/telemetry").status_code == 200
+        return engine_of(server.process.pid).num_threads()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("served", "flag"), [("phase7_chunked", None), ("phase9_pipelined", "--pass-threads")]
+)
+def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> None:
+    """A second computing thread would start a second pool of workers, and every pass would take twice as long."""
+    two, one = (threads_of_a_server(served, n, *([flag, str(n)] if flag else [])) for n in (2, 1))
+    assert two - one == 1
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_does_not_keep_the_server() -> None:
+    """The clients get an error and the process ends, although the pass never ends."""
+    options = ("--shutdown-timeout", "0.2", "--max-batch-size", "4")
+    with ServerProcess("phase7_chunked", *options, module="tests.server.gated_server") as server:
+        batch = hold_a_full_batch(server)
+        server.signal()
+        assert_error(batch.result(HANG_S), 503, None, "shutting_down")
+        assert server.wait() == 0
+        assert "Traceback" not in server.log_text
+
+
+def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
+    """A thread that works for a request cannot be interrupted. The process ends without waiting for it."""
+    options = ("--shutdown-timeout", "0.2")
+    with ServerProcess("phase5_continuous", *options, module="tests.server.gated_server") as server:
+        server.order("stick")
+        (stuck,) = in_background(1, lambda _: server.client.post("/tokenize", json={"prompt": "a hat"}))
+        server.expect("hangs")
+        server.signal()
+        assert server.wait() == 0
+        assert isinstance(stuck.exception(HANG_S), httpx.TransportError)
+        assert "Traceback" not in server.log_text
