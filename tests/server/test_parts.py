@@ -52,151 +52,110 @@ def one_call(**arguments: Any) -> list[tuple[str, str]]:
 
 
 ROME = one_call(city="Rome")
-HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def tagged(text: str) -> str:
+    return f"<tool_call>{text}</tool_call>"
+
+
+Case = tuple[str, str, list[tuple[str, str]]]
+
+
+def no_call(text: str) -> Case:
+    """A text that stays as it is."""
+    return text, text, []
+
+
+HERMES = tagged('\n{"name": "weather", "arguments": {"city": "Rome"}}\n')
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
+OTHER = '{"name": "w", "arguments": {}}'
+BROKEN = HERMES.replace('weather"', "weather")
 NESTED = {"city": 'a "}" \\ {[ </tool_call> é', "days": [1, {"a": None}], "sure": True}
-#: Reader, text, and the parts: answer, reasoning, calls.
-CASES: dict[str, tuple[type[PartsReader], str, str, list[tuple[str, str]]]] = {
-    "hermes": (HermesReader, HERMES, "", ROME),
-    "hermes behind text": (HermesReader, "I look it up.\n\n" + HERMES + "\n", "I look it up.", ROME),
-    "hermes twice": (HermesReader, HERMES + "\n" + HERMES, "", ROME * 2),
-    "hermes, then text": (HermesReader, HERMES + " So be it. ", "So be it. ", ROME),
-    "hermes, two in one tag": (HermesReader, HERMES.replace("\n</", f"\n{LLAMA}\n</"), "", ROME * 2),
-    "hermes, another name in the same tag": (
-        HermesReader,
-        HERMES.replace("\n</", '\n{"name": "w", "arguments": {}}\n</') + " So.",
-        '{"name": "w", "arguments": {}} So.',
-        ROME,
-    ),
-    "hermes, text in the tag": (
-        HermesReader,
-        HERMES.replace("\n</", "\nSo be it.\n</") + "\nYes.",
-        "So be it.\nYes.",
-        ROME,
-    ),
-    "hermes, text behind a tag without an end": (
-        HermesReader,
-        HERMES.removesuffix("\n</tool_call>") + "\nNow I < wait.",
-        "Now I < wait.",
-        ROME,
-    ),
-    "hermes, a call in a broken one": (
-        HermesReader,
-        HERMES.replace('weather"', "weather") + HERMES,
-        HERMES.replace('weather"', "weather"),
-        ROME,
-    ),
-    "hermes, without an end": (HermesReader, HERMES.removesuffix("\n</tool_call>"), "", ROME),
-    "hermes, twice without an end": (
-        HermesReader,
-        HERMES.removesuffix("</tool_call>") + HERMES,
-        "",
-        ROME * 2,
-    ),
-    "hermes, arguments first": (
-        HermesReader,
-        '<tool_call>{"arguments": {"city": "Rome"}, "name": "weather"}</tool_call>',
-        "",
-        ROME,
-    ),
-    "hermes, arguments as text": (
-        HermesReader,
-        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>',
-        "",
-        ROME,
-    ),
-    "hermes, more keys": (HermesReader, HERMES.replace("}}", '}, "id": {"a": "}"}}'), "", ROME),
-    "hermes, no arguments": (HermesReader, '<tool_call>{"name": "weather"}</tool_call>', "", one_call()),
-    "hermes, hard strings": (
-        HermesReader,
-        HERMES.replace('{"city": "Rome"}', json.dumps(NESTED, ensure_ascii=False)),
-        "",
-        one_call(**NESTED),
-    ),
-    "hermes, broken off in its arguments": (
-        HermesReader,
-        HERMES.replace('"Rome"}}', "12"),
-        "",
-        [("weather", '{"city": 12\n')],
-    ),
-    "hermes, a name of no tool": (
-        HermesReader,
-        "So: " + HERMES.replace("weather", "w"),
-        "So: " + HERMES.replace("weather", "w"),
-        [],
-    ),
-    "hermes, half a character": (
-        HermesReader,
-        '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "weather"}</tool_call>',
-        '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "weather"}</tool_call>',
-        [],
-    ),
-    "hermes, no JSON": (HermesReader, "A <tool_call> is a tag, {", "A <tool_call> is a tag, {", []),
-    "hermes, no marker": (HermesReader, " a <tool or <tool_cal", " a <tool or <tool_cal", []),
-    "llama": (LlamaReader, LLAMA, "", ROME),
-    "llama, tagged": (LlamaReader, "<|python_tag|>" + LLAMA, "", ROME),
-    "llama, tagged behind text": (LlamaReader, "Well. <|python_tag|>" + LLAMA, "Well.", ROME),
-    "llama, twice": (LlamaReader, f"{LLAMA}; {LLAMA}", "", ROME * 2),
-    "llama, then text": (LlamaReader, LLAMA + "\n\nSo.", "So.", ROME),
-    "llama, JSON that is no call": (
-        LlamaReader,
-        '{"name": "Bob", "age": 3}',
-        '{"name": "Bob", "age": 3}',
-        [],
-    ),
-    "llama, a list as the name": (
-        LlamaReader,
-        '{"name": ["add"], "parameters": {}}',
-        '{"name": ["add"], "parameters": {}}',
-        [],
-    ),
-    "llama, nested deeply": (LlamaReader, '{"name": ' + "[" * 2000, '{"name": ' + "[" * 2000, []),
-    "llama, a call behind text": (LlamaReader, "Say " + LLAMA, "Say " + LLAMA, []),
-    "python": (PythonReader, '[weather(city="Rome")]', "", ROME),
-    "python, twice": (PythonReader, "[weather(city='Rome'), weather( city = 'Rome' )]\n", "", ROME * 2),
-    "python, fenced": (PythonReader, '```tool_code\nweather(city="Rome")\n```', "", ROME),
-    "python, fenced lines": (
-        PythonReader,
-        '```tool_code\nweather(city="Rome")\nweather(city="Rome")\n```\nSo.',
-        "So.",
-        ROME * 2,
-    ),
-    "python, hard values": (
-        PythonReader,
-        "[weather(city='a \"}\" \\\\ {[ </tool_call> é', days=[1, {'a': None}], sure=True)]",
-        "",
-        one_call(**NESTED),
-    ),
-    "python, a dict": (PythonReader, '[weather(**{"city": "Rome"})]', "", ROME),
-    "python, a number that no float holds": (
-        PythonReader,
-        "[weather(city=[-1e999])]",
-        "",
-        one_call(city=[-sys.float_info.max]),
-    ),
-    "hermes, a number that no float holds": (
-        HermesReader,
-        '<tool_call>{"arguments": {"city": 1e999}, "name": "weather"}</tool_call>',
-        "",
-        one_call(city=sys.float_info.max),
-    ),
-    "hermes, arguments as no JSON": (
-        HermesReader,
-        '<tool_call>{"name": "weather", "arguments": "Rome"}</tool_call>',
-        '<tool_call>{"name": "weather", "arguments": "Rome"}</tool_call>',
-        [],
-    ),
-    "python, another name": (PythonReader, "[rain(a=1)]", "[rain(a=1)]", []),
-    "python, a dict as a key": (PythonReader, "[weather(city={{}})]", "[weather(city={{}})]", []),
-    "python, an integer that nothing writes": (
-        PythonReader,
-        f"[weather(city={'1' * 5000})]",
-        f"[weather(city={'1' * 5000})]",
-        [],
-    ),
-    "python, text behind a call": (PythonReader, "[weather(city='Rome')], I say", ", I say", ROME),
-    "python, no literal": (PythonReader, "[weather(city=rome)]", "[weather(city=rome)]", []),
-    "python, broken off": (PythonReader, "[weather(city='Ro", "[weather(city='Ro", []),
+
+#: For each reader, the text of a model, the answer in it, and its calls.
+TEXTS: dict[type[PartsReader], dict[str, Case]] = {
+    HermesReader: {
+        "one": (HERMES, "", ROME),
+        "behind text": ("I look it up.\n\n" + HERMES + "\n", "I look it up.", ROME),
+        "twice": (HERMES + "\n" + HERMES, "", ROME * 2),
+        "then text": (HERMES + " So be it. ", "So be it. ", ROME),
+        "two in one tag": (HERMES.replace("\n</", f"\n{LLAMA}\n</"), "", ROME * 2),
+        "another name in the same tag": (
+            HERMES.replace("\n</", f"\n{OTHER}\n</") + " So.",
+            OTHER + " So.",
+            ROME,
+        ),
+        "text in the tag": (HERMES.replace("\n</", "\nSo be it.\n</") + "\nYes.", "So be it.\nYes.", ROME),
+        "text behind a tag without an end": (
+            HERMES.removesuffix("\n</tool_call>") + "\nNow I < wait.",
+            "Now I < wait.",
+            ROME,
+        ),
+        "a call in a broken one": (BROKEN + HERMES, BROKEN, ROME),
+        "without an end": (HERMES.removesuffix("\n</tool_call>"), "", ROME),
+        "twice without an end": (HERMES.removesuffix("</tool_call>") + HERMES, "", ROME * 2),
+        "arguments first": (tagged('{"arguments": {"city": "Rome"}, "name": "weather"}'), "", ROME),
+        "arguments as text": (tagged(r'{"name": "weather", "arguments": "{\"city\": \"Rome\"}"}'), "", ROME),
+        "more keys": (HERMES.replace("}}", '}, "id": {"a": "}"}}'), "", ROME),
+        "no arguments": (tagged('{"name": "weather"}'), "", one_call()),
+        "hard strings": (
+            HERMES.replace('{"city": "Rome"}', json.dumps(NESTED, ensure_ascii=False)),
+            "",
+            one_call(**NESTED),
+        ),
+        "broken off in its arguments": (HERMES.replace('"Rome"}}', "12"), "", [("weather", '{"city": 12\n')]),
+        "a number that no float holds": (
+            tagged('{"arguments": {"city": 1e999}, "name": "weather"}'),
+            "",
+            one_call(city=sys.float_info.max),
+        ),
+        "a name of no tool": no_call("So: " + HERMES.replace("weather", "w")),
+        "half a character": no_call(tagged(r'{"arguments": {"city": "\ud83d"}, "name": "weather"}')),
+        "arguments as no JSON": no_call(tagged('{"name": "weather", "arguments": "Rome"}')),
+        "no JSON": no_call("A <tool_call> is a tag, {"),
+        "no marker": no_call(" a <tool or <tool_cal"),
+    },
+    LlamaReader: {
+        "one": (LLAMA, "", ROME),
+        "tagged": ("<|python_tag|>" + LLAMA, "", ROME),
+        "tagged behind text": ("Well. <|python_tag|>" + LLAMA, "Well.", ROME),
+        "twice": (f"{LLAMA}; {LLAMA}", "", ROME * 2),
+        "then text": (LLAMA + "\n\nSo.", "So.", ROME),
+        "JSON that is no call": no_call('{"name": "Bob", "age": 3}'),
+        "a list as the name": no_call('{"name": ["add"], "parameters": {}}'),
+        "nested deeply": no_call('{"name": ' + "[" * 2000),
+        "a call behind text": no_call("Say " + LLAMA),
+    },
+    PythonReader: {
+        "one": ('[weather(city="Rome")]', "", ROME),
+        "twice": ("[weather(city='Rome'), weather( city = 'Rome' )]\n", "", ROME * 2),
+        "fenced": ('```tool_code\nweather(city="Rome")\n```', "", ROME),
+        "fenced lines": (
+            '```tool_code\nweather(city="Rome")\nweather(city="Rome")\n```\nSo.',
+            "So.",
+            ROME * 2,
+        ),
+        "hard values": (
+            "[weather(city='a \"}\" \\\\ {[ </tool_call> é', days=[1, {'a': None}], sure=True)]",
+            "",
+            one_call(**NESTED),
+        ),
+        "a dict": ('[weather(**{"city": "Rome"})]', "", ROME),
+        "a number that no float holds": (
+            "[weather(city=[-1e999])]",
+            "",
+            one_call(city=[-sys.float_info.max]),
+        ),
+        "text behind a call": ("[weather(city='Rome')], I say", ", I say", ROME),
+        "another name": no_call("[rain(a=1)]"),
+        "a dict as a key": no_call("[weather(city={{}})]"),
+        "an integer that nothing writes": no_call(f"[weather(city={'1' * 5000})]"),
+        "no literal": no_call("[weather(city=rome)]"),
+        "broken off": no_call("[weather(city='Ro"),
+    },
+}
+CASES = {
+    f"{kind.__name__}, {name}": (kind, *case) for kind, cases in TEXTS.items() for name, case in cases.items()
 }
 
 
