@@ -13,10 +13,16 @@ from pathlib import Path
 import pytest
 
 from common.models.registry import ZOO
-from tests.server.support import BATCH, QUEUE, ServerProcess, called_from_python
+from tests.server.support import BATCH, PREFIXES, QUEUE, ServerProcess, called_from_python
 from tests.support.browser import tab
 
 __all__ = ["tab"]
+
+
+@pytest.fixture(params=PREFIXES)
+def prefix(request: pytest.FixtureRequest) -> str:
+    """The prefixes of OpenAI's routes."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -13,18 +13,12 @@ from fastapi.testclient import TestClient
 from common.models.registry import ZOO, open_checkpoint
 from tests.server.support import (
     MESSAGES,
-    PREFIXES,
     ServerProcess,
     answer_of,
     app_with,
     assert_error,
     rendered,
 )
-
-
-@pytest.fixture(params=PREFIXES)
-def prefix(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def post(server: ServerProcess, prefix: str = "/v1", **fields: Any) -> httpx.Response:

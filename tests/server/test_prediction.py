@@ -58,20 +58,6 @@ def test_a_right_prediction_is_accepted_and_a_wrong_one_changes_nothing(
         assert plain["usage"][name] == right["usage"][name] == wrong["usage"][name]
 
 
-@pytest.mark.parametrize(
-    ("prediction", "status", "param"),
-    [
-        ("text", 400, "prediction"),
-        ({"type": "content"}, 400, "prediction"),
-        ({"type": "content", "content": [{"type": "image_url"}]}, 422, "prediction.content[0].type"),
-    ],
-)
-def test_another_prediction_is_refused(client: TestClient, prediction: Any, status: int, param: str) -> None:
-    response = client.post("/v1/chat/completions", json=CHAT | {"prediction": prediction})
-    assert response.status_code == status
-    assert response.json()["error"]["param"] == param
-
-
 def test_metrics_have_vllms_names(client: TestClient) -> None:
     answer = chat(client)
     chat(client, prediction={"type": "content", "content": text_of(answer)})

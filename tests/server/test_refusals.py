@@ -74,6 +74,7 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "logprobs": [2],
             "chat_template_kwargs": [[]],
             "tools": ["all", [1]],
+            "prediction": ["text"],
             "tool_choice": [1],
         }
     ),
@@ -92,6 +93,7 @@ INCOMPLETE: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"response_format": {}}, "response_format"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
     (CHAT, {"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools"),
+    (CHAT, {"prediction": {"type": "content"}}, "prediction"),
     (RESPONSES, {"input": [{"role": "user"}]}, "input"),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c1"}]}, "input"),
 ]
@@ -255,6 +257,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], str, str]] = [
         "requires a call",
     ),
     ({"functions": [{"name": "f"}]}, "functions", "tools"),
+    ({"prediction": {"type": "content", "content": [IMAGE]}}, "prediction.content[0].type", "'image_url'"),
 ]
 
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
@@ -506,6 +509,11 @@ def test_small_routes_answer_get_and_head(server: ServerProcess, path: str) -> N
     assert head.headers["content-type"] == get.headers["content-type"]
 
 
-def test_telemetry_checks_its_query(server: ServerProcess) -> None:
-    assert_error(server.client.get("/telemetry?since_step=soon"), 400, "since_step", "invalid_type")
-    assert_error(server.client.get("/telemetry?since_step=-1"), 422, "since_step", "invalid_value")
+@pytest.mark.parametrize(
+    ("path", "param", "wrong"),
+    [("/telemetry", "since_step", ["-1"]), ("/trace", "seconds", ["0", "-1", "3601", "nan"])],
+)
+def test_refused_queries(server: ServerProcess, path: str, param: str, wrong: list[str]) -> None:
+    assert_error(server.client.get(path, params={param: "soon"}), 400, param, "invalid_type")
+    for value in wrong:
+        assert_error(server.client.get(path, params={param: value}), 422, param, "invalid_value")

@@ -12,7 +12,6 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.server.support import (
     MESSAGES,
-    PREFIXES,
     ServerProcess,
     answer_of,
     assert_error,
@@ -31,11 +30,6 @@ BEGINS = [
 ]
 ENDS = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
 DELTA = "response.output_text.delta"
-
-
-@pytest.fixture(params=PREFIXES)
-def prefix(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def assert_known(value: Any) -> None:
