@@ -264,9 +264,6 @@ def test_integers_that_are_too_long_are_refused_before_they_are_written(
         Grammar.json_schema({"enum": [2**1000] * 1000})
 
 
-# ---------------------------------------------------------------------- what schemas and patterns mean
-
-
 # ---------------------------------------------------------------------- the trial
 
 

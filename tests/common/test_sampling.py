@@ -173,12 +173,6 @@ def test_every_row_of_any_batch_against_the_oracle(
 def test_a_gpus_kernel_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:
-    check_the_kernel(rows, seed, spread, endless)
-
-
-def check_the_kernel(
-    rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
-) -> None:
     """The kernel, which does not sort, runs in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common.sampling.draw, "use_triton", lambda _: True)
