@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import multiprocessing
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -121,6 +124,14 @@ def parser(name: str, measurement: Measurement) -> argparse.ArgumentParser:
 def say(progress: str) -> None:
     """Print a line of a measurement's progress."""
     Console().print(progress, highlight=False, markup=False)
+
+
+@contextmanager
+def processes(ways: Iterable[Key]) -> Iterator[dict[Key, ProcessPoolExecutor]]:
+    """Context manager that yields a new process for each variant, so that its engine shares nothing with others."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        yield {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in ways}
 
 
 def in_turns(ways: Mapping[Key, Callable[[], float]], turns: int) -> dict[Key, float]:

@@ -11,18 +11,15 @@ A lower bound of a decode step is measured in the same turns: the time to read e
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from benchmarks.micro import Dtype, say
+from benchmarks.micro import Dtype, processes, say
 from benchmarks.micro.on_device import add, build_engine
 from benchmarks.micro.passes import milliseconds
 from benchmarks.peers.weights import weights_of
@@ -214,12 +211,10 @@ def passes(
     numbers = torch.ones(weight_bytes(weights.config, weights.dtype) // 4)
     found: dict[str, dict[Batch, list[Timing]]] = {}
     floors: list[float] = []
-    spawn = multiprocessing.get_context("spawn")
-    with ExitStack() as stack:
-        contenders: list[tuple[str, ProcessPoolExecutor]] = []
-        for each in (*phase, THEIRS):
+    with processes((*phase, THEIRS)) as started:
+        contenders = []
+        for each, process in started.items():
             say(f"starting {each}")
-            process = stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
             contenders.append((process.submit(start, each, model, dtype, threads).result(), process))
         for turn in range(repeats + 1):  # the first turn warms up
             for name, process in contenders if turn % 2 else contenders[::-1]:

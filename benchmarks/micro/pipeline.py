@@ -13,16 +13,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
-import statistics
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.micro import in_turns
-from benchmarks.micro.on_device import add, build_engine
+from benchmarks.micro import in_turns, processes
+from benchmarks.micro.on_device import build_engine, decode, prompts_of
 from benchmarks.tables import Cell, MeasuredTable
 from common.engine.engine import Engine
 
@@ -58,35 +53,20 @@ def start(way: str, model: str, sequences: int) -> None:
     )
 
 
-def decode(sequences: int, new_tokens: int = NEW_TOKENS) -> Iterator[float]:
-    """Serve a batch, and yield the seconds of each engine step that returns a token for every sequence."""
-    for number in range(sequences):
-        add(_engine, [(7 * number + i) % 200 + 3 for i in range(PROMPT_TOKENS)], new_tokens)
-    before = time.perf_counter()
-    while _engine.has_work:
-        outputs = _engine.step()
-        now = time.perf_counter()
-        if sum(output.token_id is not None for output in outputs) == sequences:
-            yield now - before
-        before = now
-
-
 def step_ms(sequences: int) -> float:
-    """Return the mean milliseconds of a step in the middle of an answer."""
-    steps = list(decode(sequences))
-    return statistics.mean(steps[len(steps) // 4 : -len(steps) // 8]) * 1e3
+    """Serve a batch, and return the mean milliseconds of a step in which all its sequences decode."""
+    vocab_size = _engine.runner.model.config.vocab_size
+    return decode(_engine, prompts_of(sequences, PROMPT_TOKENS, vocab_size), NEW_TOKENS).step_s * 1e3
 
 
 def measure(model: str, sequences: int, repeats: int) -> dict[str, float]:
     """Time decode steps of each variant in turns. Returns the median milliseconds of a step, by variant."""
-    spawn = multiprocessing.get_context("spawn")
-    with ExitStack() as stack:
-        processes = {way: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for way in WAYS}
-        for way, process in processes.items():
+    with processes(WAYS) as started:
+        for way, process in started.items():
             process.submit(start, way, model, sequences).result()
 
         def step_of(way: str) -> float:
-            return processes[way].submit(step_ms, sequences).result()
+            return started[way].submit(step_ms, sequences).result()
 
         return in_turns({way: functools.partial(step_of, way) for way in WAYS}, repeats)
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.chats import CHATS
-from benchmarks.micro import in_turns, say
+from benchmarks.micro import in_turns, processes, say
 from benchmarks.micro.on_device import build_engine
 from benchmarks.tables import Cell, MeasuredTable
 from common.constrained.grammar import Grammar
@@ -180,7 +177,6 @@ def compare(
         model: a model that chats
         turns: runs of each phase, taken in turns; the median counts
     """
-    spawn = multiprocessing.get_context("spawn")
     table = MeasuredTable(
         name="speculative",
         title="a token with guesses and without",
@@ -197,17 +193,16 @@ def compare(
         rows=[],
     )
     latest: dict[int, Found] = {}
-    with ExitStack() as stack:
-        processes = {n: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for n in (9, 10)}
-        for phase, process in processes.items():
+    with processes((9, 10)) as started:
+        for phase, process in started.items():
             process.submit(start, phase, model, max(clients)).result()
 
         def token_ms(phase: int, workload: str, count: int) -> float:
-            latest[phase] = processes[phase].submit(run, workload, count, max(4, min(16, 2 * count))).result()
+            latest[phase] = started[phase].submit(run, workload, count, max(4, min(16, 2 * count))).result()
             return 1e3 * latest[phase].token_s
 
         for count, workload in itertools.product(clients, workloads):
-            ms = in_turns({n: functools.partial(token_ms, n, workload, count) for n in processes}, turns)
+            ms = in_turns({n: functools.partial(token_ms, n, workload, count) for n in started}, turns)
             assert latest[9].tokens == latest[10].tokens, f"{workload}: the answers differ"
             found = latest[10]
             tokens_a_pass = sum(map(len, found.tokens)) / found.passes
