@@ -1,8 +1,8 @@
 """Train the zoo: ``python -m zoo.train`` writes three Hugging Face folders beside this file.
 
-``--name llama-tiny`` trains one of them. ``--minutes`` and ``--steps`` bound the training. ``--samples`` trains
-nothing, and prints texts of existing checkpoints. ``transformers`` (a development dependency) provides the model
-classes. Tests compare the server's own implementations with these classes.
+``--name llama-tiny`` trains one of them. ``--minutes`` and ``--steps`` bound the training. ``transformers`` (a
+development dependency) provides the model classes. Tests compare the server's own implementations with these
+classes.
 """
 
 import argparse
@@ -18,8 +18,6 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
@@ -36,8 +34,6 @@ FOLDER = Path(__file__).resolve().parents[1] / "common" / "zoo"
 CHAT_SHARE = 0.4  # of the documents; the others are plain text
 INITIAL = 0.08  # deviation of new weights, about 1 / sqrt(hidden): with 0.02 models learn far more slowly
 ROWS = 4  # in a batch: small steps, and many of them, teach the most in a few minutes
-PROMPT = "Once upon a time there was a brave fox named Zoë."
-REQUEST = "Tell me a story about an owl named Tom."
 
 
 @dataclass(frozen=True)
@@ -321,53 +317,23 @@ def save(model: Any, pieces: PreTrainedTokenizerFast, recipe: Recipe, folder: Pa
         path.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-@torch.no_grad()
-def samples(folder: Path) -> dict[str, str]:
-    """Return `greedy`, the beginning of a story and its greedy continuation, and `sampled`, an answer in chat at
-    temperature 0.8."""
-    pieces: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    plain = pieces(PROMPT, return_tensors="pt")
-    chat = pieces.apply_chat_template(
-        [{"role": "user", "content": REQUEST}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    greedy = model.generate(**plain, max_new_tokens=400, do_sample=False)
-    torch.manual_seed(0)
-    sampled = model.generate(**chat, max_new_tokens=400, do_sample=True, temperature=0.8, top_k=0)
-    return {
-        "greedy": pieces.decode(greedy[0], skip_special_tokens=True),
-        "sampled": pieces.decode(sampled[0, chat["input_ids"].shape[1] :], skip_special_tokens=True),
-    }
-
-
 def main() -> None:
-    """Train the selected checkpoints, one after another, and print a record and samples of each.
-
-    With `--samples`, only print samples of checkpoints that exist.
-    """
+    """Train the selected checkpoints, one after another, and print a record of each."""
     parser = argparse.ArgumentParser(description="Train the tiny checkpoints of the zoo.")
     parser.add_argument("--name", choices=[recipe.name for recipe in RECIPES], help="train this one only")
     parser.add_argument("--steps", type=int, default=1_000_000, help="stop after this many steps")
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after this long, for each model")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and text")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where the folders are written")
-    parser.add_argument("--samples", action="store_true", help="do not train, only write with what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)  # matrices this small gain nothing from a second core
     for recipe in RECIPES:
-        if options.name not in (None, recipe.name):
-            continue
-        folder = options.out / recipe.name
-        if not options.samples:
+        if options.name in (None, recipe.name):
+            folder = options.out / recipe.name
             record = train(
                 recipe, steps=options.steps, minutes=options.minutes, seed=options.seed, folder=folder
             )
             print(json.dumps(record))
-        for kind, written in samples(folder).items():
-            print(f"--- {recipe.name}, {kind}\n{written}")
 
 
 if __name__ == "__main__":
