@@ -45,45 +45,34 @@ MOST_READY = 16
 Whole = tuple[Message, bytes]
 
 
+#: The fields of an ASGI scope that a replica gets. The others are objects of the front's process.
+PASSED = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client", "server"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """A request as the front received it, and the fields that the router reads.
 
     Attributes:
-        client: the client's address.
+        scope: the fields `PASSED` of its ASGI scope.
         keys: the keys of the prompt's beginning (`cluster.policy.prefix_keys`).
         holder: the name of the replica that has the stored response which the request refers to; empty if it refers
             to none.
         avoid: names of the replicas that refused the request or were lost while they computed it.
     """
 
-    method: str
-    path: str
-    query: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    scope: dict[str, Any]
     body: bytes
-    client: str | None = None
     keys: tuple[int, ...] = ()
     holder: str = ""
     avoid: tuple[str, ...] = ()
 
-    def scope(self) -> dict[str, Any]:
-        """Return the request as an ASGI scope. It asks for the last events of a stream, in case it is lost."""
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": self.method,
-            "scheme": "http",
-            "path": self.path,
-            "raw_path": self.path.encode(),
-            "query_string": self.query,
-            "root_path": "",
-            "headers": list(self.headers),
-            "client": None if self.client is None else (self.client, 0),
-            "server": None,
-            "extensions": {STREAM_ENDS: {"error": replica_lost()}},
-        }
+    @property
+    def path(self) -> str:
+        return str(self.scope["path"])
 
 
 def replica_lost() -> ApiError:
@@ -144,7 +133,8 @@ def read_holder(path: str, body: bytes) -> str:
 async def call(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message], None]:
     """Send a request to an ASGI app of this process. Yields lists of its messages: all that are ready.
 
-    If the generator is closed early, the app is told that its client has left.
+    The app is asked for the last events of a stream, in case it is lost. If the generator is closed early, the app
+    is told that its client has left.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue(MOST_READY)  # None: the end
     left = asyncio.Event()
@@ -162,7 +152,9 @@ async def call(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message]
 
     async def run() -> None:
         try:
-            await app(request.scope(), receive, send)
+            await app(
+                {**request.scope, "extensions": {STREAM_ENDS: {"error": replica_lost()}}}, receive, send
+            )
         except Exception:  # the app has answered 500 before it raised this
             logger.exception("the app failed on a request")
         await send(None)

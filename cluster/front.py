@@ -30,7 +30,16 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from cluster.forwarding import GENERATING, Forwarded, Whole, body_of, read_holder, read_keys, replica_lost
+from cluster.forwarding import (
+    GENERATING,
+    PASSED,
+    Forwarded,
+    Whole,
+    body_of,
+    read_holder,
+    read_keys,
+    replica_lost,
+)
 from cluster.merging import HEALTH, MERGES, METRICS, merge
 from common.errors import EngineDeadError, ShuttingDownError
 from common.server.api.bodies import Bodies, says_json
@@ -40,7 +49,6 @@ from common.server.http.middleware import (
     AllowedHosts,
     ApiKeys,
     OwnPages,
-    client_of,
     cors_settings,
 )
 from common.server.options import CommonOptions
@@ -56,9 +64,8 @@ LOST = (RayError, RayServeException, EngineDeadError)
 #: cluster's state.
 REFUSED_WHILE_DRAINING = GENERATING | {"/ready", "/reset_prefix_cache"}
 
-#: Routes whose answer is merged from those of all replicas, and those of them that need no key.
+#: Routes whose answer is merged from those of all replicas.
 MERGED = {HEALTH, *MERGES}
-OPEN = {HEALTH, METRICS}
 
 #: Other paths of routes whose answers are merged.
 ALIASES = {"/health/": HEALTH, "/openai/metrics": METRICS}
@@ -69,7 +76,6 @@ BODY_BYTES_PER_S = 4 * 2**20
 WAIT_S = 60.0  # seconds that a request waits for a replica before it is answered 503
 READ_WAIT_S = 5.0  # the longest that routes which only read wait for the first replica's answer, in seconds
 LATE_S = 0.5  # and the longest that they wait for the others' answers after that
-OPEN_AGE_S = 0.5  # seconds for which a merged answer to a route of `OPEN` is sent again
 
 
 def pass_through() -> Router:
@@ -101,8 +107,6 @@ class Front:
         self._wanted = wanted
         server_options = CommonOptions(**options)
         self._bodies = Bodies(server_options.body_timeout, BODY_BYTES_PER_S)
-        # By route, the latest merged answer and when it was asked for; only routes that need no key.
-        self._merged: dict[str, tuple[float, asyncio.Task[Whole]]] = {}
         self._running = 0  # requests whose answer is not complete
         self._draining = False
         self.guarded = guarded(self._answer, server_options)
@@ -152,17 +156,11 @@ class Front:
             ApiError, ClientDisconnect: as `Bodies.read_json`.
         """
         body = await self._bodies.read_json(request) if says_json(request) else b""
-        return Forwarded(
-            # Merging needs the bodies of all answers. The HTTP server drops the merged one.
-            method="GET" if request.method == "HEAD" and path in MERGED else request.method,
-            path=path,
-            query=request.scope["query_string"],
-            headers=tuple(request.scope["headers"]),
-            body=body,
-            client=client_of(request.scope),
-            keys=read_keys(path, body),
-            holder=read_holder(path, body),
-        )
+        scope = {name: request.scope[name] for name in PASSED if name in request.scope}
+        scope |= {"path": path, "raw_path": path.encode()}
+        if request.method == "HEAD" and path in MERGED:
+            scope["method"] = "GET"  # merging needs bodies; the HTTP server drops the merged one
+        return Forwarded(scope, body, keys=read_keys(path, body), holder=read_holder(path, body))
 
     # ------------------------------------------------------------------ one replica's answer
 
@@ -198,29 +196,13 @@ class Front:
     # ------------------------------------------------------------------ all replicas' answers
 
     async def _merge(self, request: Forwarded) -> Response:
-        """Return the merged answer to a route. On routes that need no key, it may be `OPEN_AGE_S` seconds old:
-        asking and merging takes the time of all processes.
-
-        Raises:
-            ApiError: no replica has answered in time.
-        """
-        if request.method != "GET" or request.path not in OPEN:
-            return _response(*await self._ask_all(request))
-        now_s = asyncio.get_running_loop().time()
-        asked_s, answer = self._merged.get(request.path, (0.0, None))
-        if answer is None or (answer.done() and now_s - asked_s > OPEN_AGE_S):
-            answer = asyncio.create_task(self._ask_all(request))
-            self._merged[request.path] = now_s, answer
-        return _response(*await asyncio.shield(answer))
-
-    async def _ask_all(self, request: Forwarded) -> Whole:
         """Return the merged answer of all replicas that could answer. If a replica hangs, routes that only read
         answer without it.
 
         Raises:
             ApiError: no replica has answered in time.
         """
-        wait_s, late_s = (READ_WAIT_S, LATE_S) if request.method == "GET" else (WAIT_S, WAIT_S)
+        wait_s, late_s = (READ_WAIT_S, LATE_S) if request.scope["method"] == "GET" else (WAIT_S, WAIT_S)
         try:
             # `results_async` would wait for all replicas, or give up the answers of all if one of them hangs.
             async with asyncio.timeout(wait_s):
@@ -242,7 +224,7 @@ class Front:
                 logger.warning("a replica could not answer %s: %r", request.path, each.exception())
         if not replies:
             raise no_replica()
-        return merge(request.path, replies, wanted=self._wanted, draining=self._draining)
+        return _response(*merge(request.path, replies, wanted=self._wanted, draining=self._draining))
 
 
 async def _begin(reply: DeploymentResponseGenerator) -> list[Message]:

@@ -24,36 +24,25 @@ FIRST_CACHING_PHASE = 8
 class ClusterOptions(CommonOptions):
     """Options of a cluster, beside those of a phase."""
 
-    phase: str = Field(default="9", description="phase of the replicas, by number or name")
-    replicas: int = Field(
-        default=2, ge=1, description="number of engines, each with the model in its own memory"
-    )
-    max_replicas: int | None = Field(
-        default=None,
-        ge=1,
-        description="most replicas: more are started when all are busy; default: as many as --replicas",
-    )
-    routing: Literal["auto", "prefix", "least_loaded", "round_robin", "random"] = Field(
-        default="auto",
-        description="how requests are distributed; auto: prefix from phase 8 on, else least_loaded",
-    )
-    routing_margin: float = Field(
-        default=0.5,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="a replica is not preferred for its cache if its load exceeds the least load by more than "
-        "this; a load of 1 is a full batch",
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="threads with which a replica computes; default: its CPUs, at least one",
-    )
-    cpus: float = Field(default=1.0, ge=0.0, description="CPUs that Ray reserves for each replica")
-    gpus: float = Field(default=0.0, ge=0.0, description="GPUs that Ray reserves for each replica")
-    address: str | None = Field(
-        default=None, description="address of a Ray cluster to join; default: start one on this machine"
-    )
+    phase: str = "9"
+    """phase of the replicas, by number or name"""
+    replicas: int = Field(default=2, ge=1)
+    """number of engines, each with the model in its own memory"""
+    max_replicas: int | None = Field(default=None, ge=1)
+    """most replicas: more are started when all are busy; default: as many as --replicas"""
+    routing: Literal["auto", "prefix", "least_loaded", "round_robin", "random"] = "auto"
+    """how requests are distributed; auto: prefix from phase 8 on, else least_loaded"""
+    routing_margin: float = Field(default=0.5, ge=0.0, allow_inf_nan=False)
+    """a replica is not preferred for its cache if its load exceeds the least load by more than this; a load of 1 is
+    a full batch"""
+    threads: int | None = Field(default=None, ge=1)
+    """threads with which a replica computes; default: its CPUs, at least one"""
+    cpus: float = Field(default=1.0, ge=0.0)
+    """CPUs that Ray reserves for each replica"""
+    gpus: float = Field(default=0.0, ge=0.0)
+    """GPUs that Ray reserves for each replica"""
+    address: str | None = None
+    """address of a Ray cluster to join; default: start one on this machine"""
 
     @model_validator(mode="after")
     def _refuse_fewer_at_the_most(self) -> Self:

@@ -20,10 +20,9 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 BLOCK_BYTES = 64  # bytes of a prompt for one key: about a KV block of 16 tokens
 MAX_BLOCKS = 256  # most blocks of a prompt with keys; prompts that differ only later get the same keys
@@ -79,49 +78,40 @@ class Load:
 
 
 class LoadTable:
-    """The loads of all replicas: the last report of each, and the requests that this router sent since.
+    """The loads of all replicas: the last report of each, and how many requests the router has sent since.
 
     A report is old when it arrives. If requests sent since were not counted, a whole burst would go to one idle
     replica.
     """
 
     def __init__(self) -> None:
-        self._reported: dict[str, Load] = {}
-        self._in_flight: dict[str, int] = {}  # requests of this router
-        self._counted: dict[str, int] = {}  # requests in flight when the report came
-        self._numbers: dict[str, int] = {}  # of the latest reports
+        self._reports: dict[
+            str, tuple[int, Load]
+        ] = {}  # the number of each replica's latest report, and its load
+        self._since: Counter[str] = Counter()  # requests begun since that report, less those that have ended
 
     def report(self, replica: str, load: Load, number: int) -> None:
         """Store a replica's report, unless `number` is that of its stored report: then it is the same report."""
-        if number == self._numbers.get(replica):
-            return
-        self._numbers[replica] = number
-        self._reported[replica] = load
-        self._counted[replica] = self._in_flight.setdefault(replica, 0)
+        if replica not in self._reports or number != self._reports[replica][0]:
+            self._reports[replica] = number, load
+            self._since[replica] = 0
 
-    def begin(self, replica: str) -> None:
-        """Count a request that is sent to this replica now."""
-        self._in_flight[replica] = self._in_flight.get(replica, 0) + 1
-
-    def end(self, replica: str) -> None:
-        """Count a request of this replica as done. A replica that is gone is ignored."""
-        if self._in_flight.get(replica, 0) > 0:
-            self._in_flight[replica] -= 1
+    def count(self, replica: str, requests: int) -> None:
+        """Count a request that is sent to this replica now (1) or that has ended (-1)."""
+        self._since[replica] += requests
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget all replicas except `replicas`."""
-        tables: tuple[dict[str, Any], ...] = (self._reported, self._in_flight, self._counted, self._numbers)
-        for table in tables:
-            for gone in table.keys() - set(replicas):
-                del table[gone]
+        for gone in {*self._reports, *self._since} - {*replicas}:
+            self._reports.pop(gone, None)
+            self._since.pop(gone)
 
     def load(self, replica: str) -> Load:
         """Return the estimated load. A replica without a report has only the requests that were sent to it."""
-        in_flight = self._in_flight.get(replica, 0)
-        reported = self._reported.get(replica)
-        if reported is None:
-            return Load(seats=1, queue_room=in_flight + 1).plus(in_flight)
-        return reported.plus(in_flight - self._counted[replica])
+        since = self._since[replica]
+        if replica not in self._reports:
+            return Load(seats=1, queue_room=since + 1).plus(since)
+        return self._reports[replica][1].plus(since)
 
 
 # ---------------------------------------------------------------------- policies

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
-from ray.serve import metrics
 from starlette.types import Message
 
 from cluster.forwarding import GENERATING, Forwarded, body_of, call, collect
@@ -27,13 +26,6 @@ from common.server.run import SWITCH_INTERVAL_S
 from common.server.service import Service
 from common.startup.memory import freeze_objects
 from common.startup.phases import find_phase
-
-#: Gauges of a replica by field of `Load`: name and description. Ray exports them with the prefix `ray_`.
-GAUGES = {
-    "active": ("infer_requests_running", "Requests that hold KV memory"),
-    "waiting": ("infer_requests_waiting", "Requests that queue"),
-    "kv_use": ("infer_kv_cache_use", "Share of the KV memory that is held; 1 is all of it"),
-}
 
 
 class Replica:
@@ -75,7 +67,6 @@ class Replica:
         freeze_objects()
         self._name = name
         self._numbers = itertools.count()
-        self._gauges = {field: metrics.Gauge(name, text) for field, (name, text) in GAUGES.items()}
 
     # ------------------------------------------------------------------ requests
 
@@ -123,11 +114,8 @@ class Replica:
         )
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load for routers, and set the gauges. Called by Serve every `cluster.app.REPORT_S` seconds."""
-        load = self.load()
-        for field, gauge in self._gauges.items():
-            gauge.set(getattr(load, field))
-        return {**dataclasses.asdict(load), "number": next(self._numbers)}
+        """Return the load for routers, with a number: they see each report several times."""
+        return {**dataclasses.asdict(self.load()), "number": next(self._numbers)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"load": self.load().value}

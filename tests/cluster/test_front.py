@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,20 @@ def part(body: bytes, **fields: Any) -> Message:
 
 def refusal(code: str) -> list[Any]:
     return [[start(503), part(orjson.dumps(unavailable("no", code=code, retry_after_s=1).body()))]]
+
+
+def scope_of(
+    path: str, method: str = "POST", headers: Sequence[tuple[bytes, bytes]] = (JSON,)
+) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": list(headers),
+        "client": ("127.0.0.1", 5),
+    }
 
 
 #: An answer of a replica: lists of messages that come together; the replica is lost at an exception.
@@ -149,14 +163,7 @@ class Client:
                 self.status, self.headers = message["status"], dict(message["headers"])
             received += message.get("body", b"")
 
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "query_string": b"",
-            "headers": [JSON, *headers],
-            "client": ("127.0.0.1", 5),
-        }
+        scope = scope_of(path, method, [JSON, *headers])
         await self.front.guarded(scope, receive, send)
         return received
 
@@ -205,7 +212,7 @@ async def test_a_replica_that_is_lost_before_the_first_byte_is_replaced_once(
 async def test_a_requests_id_reaches_the_replica_and_serve_adds_it_to_the_answer(replicas: Replicas) -> None:
     client = Client(replicas)
     await client.ask((b"x-request-id", b"job-5"))
-    assert dict(replicas.requests[0].headers)[b"x-request-id"] == b"job-5"
+    assert dict(replicas.requests[0].scope["headers"])[b"x-request-id"] == b"job-5"
     assert b"x-request-id" not in client.headers
 
 
@@ -293,7 +300,7 @@ async def cut_anywhere(engine: Engine, replicas: Replicas, path: str, fields: di
     """Return a stream of the real app as clients get it: cut after each of its messages, and last the whole."""
     app = create_app(engine)
     body = orjson.dumps({"model": "zoo:llama-tiny", "stream": True, **fields})
-    request = Forwarded("POST", path, b"", (JSON,), body)
+    request = Forwarded(scope_of(path), body)
     async with app.router.lifespan_context(app):
         messages = [each async for ready in call(app, request) for each in ready]
     client, bodies = Client(replicas), []
@@ -398,13 +405,6 @@ async def test_the_cluster_says_that_it_drains(replicas: Replicas) -> None:
     assert b'"draining"' in await client.ask(method="GET", path="/health")
 
 
-async def test_open_routes_ask_the_replicas_once_for_all_who_come_together(replicas: Replicas) -> None:
-    client, asked = Client(replicas), []
-    replicas.whole = {"a": lambda: asked.append(1) or well()}
-    await asyncio.gather(*(client.ask(method="GET", path="/health") for _ in range(20)))
-    assert len(asked) == 1
-
-
 async def test_telemetry_is_summed_and_each_replicas_own_is_there(replicas: Replicas) -> None:
     one = {"phase": "p", "max_batch_size": 8, "max_seq_len": 64, "queue_room": 3, "next_step": 2}
     replicas.whole = {
@@ -454,7 +454,7 @@ async def test_an_answer_comes_as_it_is_made_and_leaving_early_is_heard() -> Non
             await asyncio.sleep(0)
         seen.append(leaving.result()["type"])
 
-    answer = call(app, Forwarded("POST", "/v1/completions", b"", (JSON,), b"{}"))
+    answer = call(app, Forwarded(scope_of("/v1/completions"), b"{}"))
     messages = await anext(answer)
     while len(messages) < 20:
         messages += await anext(answer)
@@ -471,6 +471,6 @@ async def test_an_app_that_raises_ends_its_answer(caplog: pytest.LogCaptureFixtu
         await send(part(b"sorry"))
         raise RuntimeError("inside")
 
-    request = Forwarded("POST", "/v1/completions", b"", (JSON,), b"{}")
+    request = Forwarded(scope_of("/v1/completions"), b"{}")
     assert await collect(failing, request) == (start(500), b"sorry")
     assert "inside" in caplog.text

@@ -191,33 +191,34 @@ def test_a_burst_is_spread_before_any_report_of_it() -> None:
     sent = []
     for _ in range(16):
         sent.append(policy.choose([], {name: table.load(name) for name in "abcd"}))
-        table.begin(sent[-1])
+        table.count(sent[-1], 1)
     assert {sent.count(name) for name in "abcd"} == {4}
 
 
 def test_a_report_replaces_what_was_counted_before_it() -> None:
     table = LoadTable()
     table.report("a", IDLE, 1)
-    table.begin("a")
-    table.begin("a")
+    table.count("a", 1)
+    table.count("a", 1)
     assert table.load("a").active == 2
-    table.report(
-        "a", Load(seats=8, active=5, queue_room=64), 2
-    )  # two of this router's requests, three others
+    busy = Load(seats=8, active=5, queue_room=64)
+    table.report("a", busy, 2)  # two of this router's requests, three others
     assert table.load("a").active == 5
-    table.end("a")
-    table.report("a", Load(seats=8, active=5, queue_room=64), 2)  # an old report is ignored
+    table.count("a", -1)
+    table.report("a", busy, 2)  # the same report, seen again
     assert table.load("a").active == 4
-    table.report("a", Load(seats=8, active=5, queue_room=64), 3)  # the other router has sent another request
+    table.report("a", busy, 3)
     assert table.load("a").active == 5
     table.keep([])
-    table.end("a")
+    table.count("a", -1)  # it ended with its replica
     assert table.load("a").active == 0
+    table.keep([])
+    assert not table._since
 
 
-def test_the_unreported_are_not_full() -> None:
+def test_a_replica_without_a_report_is_not_full() -> None:
     table = LoadTable()
-    table.begin("new")
+    table.count("new", 1)
     assert not table.load("new").is_full
     assert table.load("new").value > 0
 
