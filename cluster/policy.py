@@ -190,7 +190,7 @@ class Prefix(Policy):
 
     Args:
         margin: in batches. A replica whose load exceeds the least load by more than this is not considered.
-        capacity: most pairs of a key and a replica in the table.
+        capacity: most keys in the table.
     """
 
     name = "prefix"
@@ -248,16 +248,15 @@ class HolderTable:
     """Records to which replicas prompts with each key were sent. The least recently used keys are forgotten first.
 
     Args:
-        capacity: the largest number of pairs of a key and a replica.
+        capacity: the largest number of keys.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self._capacity = capacity
         self._holders: OrderedDict[int, set[str]] = OrderedDict()  # least recently used first
-        self._pairs = 0
 
     def __len__(self) -> int:
-        return self._pairs
+        return len(self._holders)
 
     def longest(self, keys: Iterable[int], replicas: Collection[str]) -> list[str]:
         """Return the replicas among `replicas` that were sent the longest beginning of `keys`.
@@ -277,18 +276,14 @@ class HolderTable:
         """Record that a prompt with these keys was sent to a replica. Drops old keys beyond the capacity."""
         # Reversed, so that the first key ends as the most recently used: a later key is useless without it.
         for key in reversed(keys):
-            holders = self._holders.setdefault(key, set())
-            self._pairs += replica not in holders
-            holders.add(replica)
+            self._holders.setdefault(key, set()).add(replica)
             self._holders.move_to_end(key)
-        while self._pairs > self.capacity:
-            _, dropped = self._holders.popitem(last=False)
-            self._pairs -= len(dropped)
+        while len(self._holders) > self._capacity:
+            self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """Remove a replica from all keys, since it is gone."""
-        for key in [key for key, holders in self._holders.items() if replica in holders]:
-            self._holders[key].discard(replica)
-            self._pairs -= 1
-            if not self._holders[key]:
+        """Remove a replica, which is gone, and the keys that only it has."""
+        for key, holders in list(self._holders.items()):
+            holders.discard(replica)
+            if not holders:
                 del self._holders[key]
