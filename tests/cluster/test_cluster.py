@@ -117,6 +117,15 @@ def test_busy_is_said_only_when_all_are_and_who_leaves_makes_room(small: ServerP
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 
+def test_a_client_that_leaves_before_its_answer_makes_room(small: ServerProcess) -> None:
+    small.begin_test()
+    cancelled = small.counters()["requests_cancelled"]
+    with pytest.raises(httpx.ReadTimeout):
+        small.client.post("/v1/completions", json=small.body(**LONG, stream=False), timeout=1)
+    eventually(lambda: small.counters()["requests_cancelled"] == cancelled + 1)
+    eventually(lambda: small.queue_room() == PLACES)
+
+
 def half_a_request(server: ServerProcess, *headers: str) -> socket.socket:
     """Return a connection after sending the head of a completion request on it, but no body."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
