@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from common.models.registry import ZOO
-from tests.server.support import HANG_S, ServerProcess, called_from_python, rendered
+from tests.support.servers import HANG_S, ServerProcess, called_from_python, rendered
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
@@ -136,7 +136,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     for file in (folder / "config.json", folder / "generation_config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
     flags = ("--model", str(folder), "--max-seq-len", "4096", *called_from_python(PHASE))
-    with ServerProcess(PHASE, *flags, module="tests.server.gated_server") as process:
+    with ServerProcess(PHASE, *flags, module="tests.support.gated_server") as process:
         yield process
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoints.conftest import RealModel
 from tests.docs.transcripts import Transcript, transcripts
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 pytestmark = [pytest.mark.checkpoints, pytest.mark.timeout(1200)]
 

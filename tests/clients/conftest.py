@@ -11,7 +11,7 @@ import pytest
 from benchmarks.tables import MeasuredTable
 from common.startup.phases import find_phase
 from tests.clients.support import KEY, MODEL, PHASES
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.server.support import MESSAGES, ServerProcess, rendered
+from tests.support.servers import MESSAGES, ServerProcess, rendered
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"

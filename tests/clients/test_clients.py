@@ -29,7 +29,7 @@ from tests.clients.support import (
     completed,
     run_script,
 )
-from tests.server.support import MESSAGES, ServerProcess
+from tests.support.servers import MESSAGES, ServerProcess
 
 pytestmark = pytest.mark.clients
 

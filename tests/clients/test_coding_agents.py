@@ -18,7 +18,7 @@ from common.models.registry import ZOO
 from common.startup.phases import find_phase
 from tests.clients.forcing import ForcingProxy
 from tests.clients.support import KEY, NotInstalledError, Tool, clean_environment
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 pytestmark = [
     pytest.mark.clients,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from common.startup.phases import phase_names, phase_number
 from tests.clients.support import MAX_TOKENS, PROMPT, Library, assert_same, completed, on_phases
-from tests.server.support import MESSAGES, PREFIXES, ServerProcess, rendered
+from tests.support.servers import MESSAGES, PREFIXES, ServerProcess, rendered
 
 TOOL = Library("openai")
 pytestmark = on_phases(*map(phase_number, phase_names()))

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from tests.clients.support import Program, on_phases
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 PROMTOOL = shutil.which("promtool")
 TOOL = Program("promtool", ["promtool", "--version"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 
 @contextmanager

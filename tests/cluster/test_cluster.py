@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.conftest import running
 from tests.cluster.mortal import DEATH
-from tests.server.support import HANG_S, ServerProcess, assert_error, eventually
+from tests.support.servers import HANG_S, ServerProcess, assert_error, eventually
 
 pytestmark = pytest.mark.cluster
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.environment import prepare
-from tests.server.support import HANG_S, Event, eventually, read_events
+from tests.support.servers import HANG_S, Event, eventually, read_events
 
 pytestmark = pytest.mark.cluster
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import running
-from tests.server.support import ServerProcess, assert_error, eventually
+from tests.support.servers import ServerProcess, assert_error, eventually
 
 pytestmark = pytest.mark.cluster
 

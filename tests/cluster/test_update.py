@@ -14,7 +14,7 @@ import pytest
 
 from cluster.environment import prepare
 from common.server.http.sockets import bind
-from tests.server.support import HANG_S, eventually
+from tests.support.servers import HANG_S, eventually
 
 pytestmark = pytest.mark.cluster
 

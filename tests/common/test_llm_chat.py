@@ -9,8 +9,8 @@ import pytest
 from common.errors import InvalidRequestError
 from common.llm import LLM
 from common.request import SamplingParams
-from tests.server.support import MESSAGES, rendered
 from tests.support.engines import build, llm_of
+from tests.support.servers import MESSAGES, rendered
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 OTHER = [{"role": "user", "content": "What does a fox like to eat?"}]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.docs.support import ROOT
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 HOME = "http://127.0.0.1:8009"

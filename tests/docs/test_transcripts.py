@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.docs.transcripts import Transcript, transcripts
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 
 @pytest.fixture(scope="module")

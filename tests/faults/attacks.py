@@ -13,7 +13,7 @@ from common.server import logs
 from tests.faults.attackers import Attackers
 from tests.faults.ordinary import OrdinaryClients
 from tests.faults.raw_http import Target
-from tests.server.support import ServerProcess, asking_for_health
+from tests.support.servers import ServerProcess, asking_for_health
 
 KEY = "a-key-of-the-suite"
 ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}

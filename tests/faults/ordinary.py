@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from tests.faults.raw_http import Answer, CutError, Target, connect, read_answer
-from tests.server.support import HANG_S
+from tests.support.servers import HANG_S
 
 CLIENTS = 20
 TOKENS = 64

@@ -23,7 +23,7 @@ from tests.faults import returning_server
 from tests.faults.attackers import ATTACKS
 from tests.faults.attacks import assert_ordinary_clients_are_served, serving
 from tests.faults.returning_server import PULSE_EVERY_S
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from common.server.http.sockets import allow_open_files, bind
-from tests.server.support import HANG_S, ServerProcess, app_with, eventually, in_background
+from tests.support.servers import HANG_S, ServerProcess, app_with, eventually, in_background
 
 FULL_DISK = Path("/dev/full")
 PHASE = "phase9_pipelined"

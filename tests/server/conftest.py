@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from common.models.registry import ZOO
-from tests.server.support import BATCH, PREFIXES, QUEUE, ServerProcess, called_from_python
 from tests.support.browser import tab
+from tests.support.servers import BATCH, PREFIXES, QUEUE, ServerProcess, called_from_python
 
 __all__ = ["tab"]
 
@@ -50,7 +50,7 @@ def start_gated(phase: str) -> ServerProcess:
         phase,
         *("--max-batch-size", str(BATCH), "--max-waiting-requests", str(QUEUE), "--send-timeout", "2"),
         *called_from_python(phase),
-        module="tests.server.gated_server",
+        module="tests.support.gated_server",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.support import ServerProcess, assert_error, eventually, in_background
+from tests.support.servers import ServerProcess, assert_error, eventually, in_background
 
 KEYS = ("first-key", "schlüssel zwei")
 

@@ -18,8 +18,8 @@ from common.server.api import bodies, intake
 from common.server.api.bodies import Bodies
 from common.server.api.lanes import Lane
 from common.server.errors import ApiError
-from tests.server.support import MODEL, HeldTokenizer, started
 from tests.support.engines import build, tiny_model, until
+from tests.support.servers import MODEL, HeldTokenizer, started
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import (
+from tests.support.servers import (
     MESSAGES,
     ServerProcess,
     answer_of,

@@ -15,7 +15,7 @@ from common import zoo
 from common.server import run as serve
 from common.server.options import ServerOptions, UsageError, read_options
 from common.startup.phases import find_phase
-from tests.server.support import ServerProcess
+from tests.support.servers import ServerProcess
 
 Fail = Callable[..., str]
 TLS = Path(__file__).parent / "tls"

@@ -14,7 +14,7 @@ from common.engine.reference import generate
 from common.models.registry import load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from tests.conftest import OwnPrompt
-from tests.server.support import (
+from tests.support.servers import (
     ServerProcess,
     answer_of,
     assert_error,

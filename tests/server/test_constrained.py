@@ -10,7 +10,7 @@ import jsonschema
 import psutil
 import pytest
 
-from tests.server.support import (
+from tests.support.servers import (
     ServerProcess,
     eventually,
     texts,

@@ -12,8 +12,8 @@ import anthropic
 import openai
 import pytest
 
-from tests.server.gate import SECRET
-from tests.server.support import MESSAGES, ServerProcess, assert_error, eventually, read_events
+from tests.support.gate import SECRET
+from tests.support.servers import MESSAGES, ServerProcess, assert_error, eventually, read_events
 
 DELTA = "response.output_text.delta"
 #: A request of Anthropic's API.

@@ -23,7 +23,7 @@ from common.server.api.responses import ReasoningOptions, ResponsesRequest, Text
 from common.server.api.wanted import StreamOptions
 from common.server.errors import ApiError
 from common.server.service import MOST_LOGGED_FIELDS
-from tests.server.support import PREFIXES, ServerProcess, app_with, assert_error
+from tests.support.servers import PREFIXES, ServerProcess, app_with, assert_error
 
 LIMITS = Limits(models=("served",), max_choices=64, vocab_size=1000)
 STRICT = Limits(models=("served",), max_choices=64, vocab_size=1000, strict_fields=True)

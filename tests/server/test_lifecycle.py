@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from tests.server.support import (
+from tests.support.servers import (
     HANG_S,
     LEAVE,
     QUEUE,
@@ -133,7 +133,7 @@ def test_an_idle_server_ends_at_once_with_connections_open(mortal: ServerProcess
 
 def test_requests_beyond_the_shutdown_timeout_end_with_an_error(phase: str) -> None:
     options = ("--shutdown-timeout", "0.5", "--max-batch-size", "2")
-    with ServerProcess(phase, *options, module="tests.server.gated_server") as server:
+    with ServerProcess(phase, *options, module="tests.support.gated_server") as server:
         with server.streaming(max_tokens=4000, ignore_eos=True) as events:
             next(events)
             whole = in_background(2, lambda _: post(server, max_tokens=4000, ignore_eos=True))

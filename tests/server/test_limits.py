@@ -29,7 +29,7 @@ from common.server.http.connections import (
 from common.server.http.framing import FREE_BODY_PIECES
 from common.server.http.middleware import OPEN_PATHS
 from common.server.http.sockets import allow_open_files
-from tests.server.support import (
+from tests.support.servers import (
     HANG_S,
     HEAD,
     LocalServer,

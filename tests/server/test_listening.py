@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.server.support import HANG_S, ServerProcess
+from tests.support.servers import HANG_S, ServerProcess
 
 PHASE = "phase5_continuous"
 TLS = Path(__file__).parent / "tls"

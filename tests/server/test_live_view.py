@@ -19,8 +19,8 @@ from common.server.errors import ApiError
 from common.server.options import ServerOptions
 from common.server.page import live_view
 from common.server.page.live_view import LiveView, Viewer
-from tests.server.support import Event, ServerProcess, assert_error, read_events
 from tests.support.engines import build, continuation, greedy, read, submit, tokens, until, working
+from tests.support.servers import Event, ServerProcess, assert_error, read_events
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from tests.server.support import (
+from tests.support.servers import (
     HANG_S,
     QUEUE,
     ServerProcess,

@@ -12,9 +12,9 @@ import pytest
 from anthropic.types import Message, MessageParam
 from pydantic import BaseModel
 
-from tests.server.support import MESSAGES, ServerProcess, answer_of, read_events, rendered
 from tests.server.test_reasoning import ANSWER, ASKED, THINKS, THOUGHT
 from tests.server.test_tools import SCHEMAS, TOOLS
+from tests.support.servers import MESSAGES, ServerProcess, answer_of, read_events, rendered
 
 SYSTEM, USER = (message["content"] for message in MESSAGES)
 ASK: list[MessageParam] = [{"role": "user", "content": USER}]

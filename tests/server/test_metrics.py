@@ -8,7 +8,7 @@ from prometheus_client import parser
 
 from common.server import metrics
 from tests.conftest import OwnPrompt
-from tests.server.support import (
+from tests.support.servers import (
     HANG_S,
     QUEUE,
     ServerProcess,

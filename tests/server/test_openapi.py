@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.support import PHASES, ServerProcess
+from tests.support.servers import PHASES, ServerProcess
 
 #: All checks but `positive_data_acceptance`: a schema cannot say whether a prompt has too many tokens, so requests
 #: that match the schema may still be answered 422.

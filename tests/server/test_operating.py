@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from common.server.logs import FIELDS, JsonLines, TextLines
 from common.server.options import read_options
 from common.startup.phases import find_phase
-from tests.server.support import (
+from tests.support.servers import (
     HANG_S,
     ServerProcess,
     app_with,
@@ -34,7 +34,7 @@ PHASE = "phase5_continuous"
 
 
 def test_a_step_that_does_not_end_makes_the_server_unwell_until_it_does() -> None:
-    with ServerProcess(PHASE, "--step-timeout", "0.5", module="tests.server.gated_server") as server:
+    with ServerProcess(PHASE, "--step-timeout", "0.5", module="tests.support.gated_server") as server:
         server.order("hold")
         answer = in_background(1, lambda _: server.complete(max_tokens=2))[0]
         server.expect("held")

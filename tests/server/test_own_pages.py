@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.server.http.middleware import AllowedHosts
-from tests.server.support import ServerProcess, app_with, assert_error, eventually
+from tests.support.servers import ServerProcess, app_with, assert_error, eventually
 
 ORIGIN = "https://friend.example"
 

@@ -17,8 +17,8 @@ import pytest
 from common.request import SamplingParams
 from common.server.page.page import render_page
 from common.startup.phases import find_phase
-from tests.server.support import LocalServer, ServerProcess, eventually, rendered
 from tests.support.browser import DESKTOP, PHONE, Tab
+from tests.support.servers import LocalServer, ServerProcess, eventually, rendered
 
 ROOT = Path(__file__).resolve().parents[2]
 

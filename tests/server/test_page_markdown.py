@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.server.support import ServerProcess
 from tests.support.browser import Tab
+from tests.support.servers import ServerProcess
 
 pytestmark = pytest.mark.browser
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from common.server.app import create_app
 from common.server.options import ServerOptions
 from common.startup.phases import find_phase
-from tests.server.support import MESSAGES, answer_of
+from tests.support.servers import MESSAGES, answer_of
 
 CHAT = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "stream": False}
 

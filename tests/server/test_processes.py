@@ -29,7 +29,7 @@ from common.hosting.process import EngineProcess
 from common.llm import LLM
 from common.request import SamplingParams
 from common.startup.phases import find_phase
-from tests.server.support import (
+from tests.support.servers import (
     BATCH,
     HANG_S,
     ServerProcess,
@@ -313,7 +313,7 @@ def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> Non
 def test_a_step_that_hangs_does_not_keep_the_server() -> None:
     """The clients get an error and the process ends, although the pass never ends."""
     options = ("--shutdown-timeout", "0.2", "--max-batch-size", "4")
-    with ServerProcess("phase7_chunked", *options, module="tests.server.gated_server") as server:
+    with ServerProcess("phase7_chunked", *options, module="tests.support.gated_server") as server:
         batch = hold_a_full_batch(server)
         server.signal()
         assert_error(batch.result(HANG_S), 503, None, "shutting_down")
@@ -324,7 +324,7 @@ def test_a_step_that_hangs_does_not_keep_the_server() -> None:
 def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
     """A thread that works for a request cannot be interrupted. The process ends without waiting for it."""
     options = ("--shutdown-timeout", "0.2")
-    with ServerProcess("phase5_continuous", *options, module="tests.server.gated_server") as server:
+    with ServerProcess("phase5_continuous", *options, module="tests.support.gated_server") as server:
         server.order("stick")
         (stuck,) = in_background(1, lambda _: server.client.post("/tokenize", json={"prompt": "a hat"}))
         server.expect("hangs")

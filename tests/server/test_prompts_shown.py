@@ -6,7 +6,7 @@ import pytest
 
 from common.models.registry import open_checkpoint
 from tests.conftest import OwnPrompt
-from tests.server.support import ServerProcess, assert_error
+from tests.support.servers import ServerProcess, assert_error
 
 STRICT = "/openai/v1/completions"
 PROMPT = "Once upon a time, the fox"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.models.registry import open_checkpoint
-from tests.server.support import ServerProcess, answer_of
 from tests.server.test_responses import respond, settled, stream
+from tests.support.servers import ServerProcess, answer_of
 
 ASKED: list[Any] = [{"role": "user", "content": "Is the fox brave?"}]
 THOUGHT = "Foxes are brave."

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.support import HANG_S, HEAD, MESSAGES, PREFIXES, ServerProcess, assert_error
 from tests.support.grammars import AMBIGUOUS
+from tests.support.servers import HANG_S, HEAD, MESSAGES, PREFIXES, ServerProcess, assert_error
 
 COMPLETIONS, CHAT, RESPONSES = "/completions", "/chat/completions", "/responses"
 

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.server.support import (
+from tests.support.servers import (
     MESSAGES,
     ServerProcess,
     answer_of,

@@ -12,7 +12,7 @@ import pytest
 from common.llm import LLM
 from common.models.registry import ZOO
 from common.request import SamplingParams
-from tests.server.support import MESSAGES, ServerProcess
+from tests.support.servers import MESSAGES, ServerProcess
 
 PHASE = "phase5_continuous"
 SUGGESTED = {"temperature": 0.0, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2}

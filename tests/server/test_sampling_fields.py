@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.models.registry import open_checkpoint
-from tests.server.support import MESSAGES, ServerProcess, app_with, assert_error, rendered
+from tests.support.servers import MESSAGES, ServerProcess, app_with, assert_error, rendered
 
 ROUTES = ("/v1/completions", "/openai/v1/completions", "/v1/chat/completions")
 TOKENIZER = open_checkpoint("zoo:llama-tiny").tokenizer()

@@ -11,8 +11,8 @@ from openai.types.responses import Response
 
 from common.server.api.response_items import ResponseStore, Stored
 from common.server.errors import ApiError
-from tests.server.support import MESSAGES, ServerProcess
 from tests.server.test_responses import FOX
+from tests.support.servers import MESSAGES, ServerProcess
 
 ASKED, THEN = MESSAGES[1]["content"], "And then?"
 

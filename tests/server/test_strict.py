@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.support import PREFIXES, ServerProcess
+from tests.support.servers import PREFIXES, ServerProcess
 
 PATH = "/openai/v1/completions"
 ROUTES = ("chat/completions", "responses")

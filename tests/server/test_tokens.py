@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from common.models.registry import open_checkpoint
-from tests.server.support import ServerProcess, answer_of
+from tests.support.servers import ServerProcess, answer_of
 
 TEXT = "Once upon a time, 猫 🐈‍⬛ met Zoë.\n  <|eot_id|> The end"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from common.models.registry import ZOO, open_checkpoint
-from tests.server.support import (
+from tests.support.servers import (
     MESSAGES,
     ServerProcess,
     answer_of,

@@ -13,7 +13,7 @@ import pytest
 
 from common.server.http.connections import ConnectionLimits
 from common.server.page.live_view import MAX_RECORDINGS
-from tests.server.support import HANG_S, LocalServer, ServerProcess, assert_error, eventually
+from tests.support.servers import HANG_S, LocalServer, ServerProcess, assert_error, eventually
 from tests.support.traces import assert_valid, read_trace, requests_of
 
 SERVED = "phase7_chunked"

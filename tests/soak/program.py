@@ -36,7 +36,7 @@ from benchmarks.results import LOCAL
 from benchmarks.servers import RunningServer, Target, find_phase_module
 from benchmarks.tables import Cell, MeasuredTable
 from common.startup.phases import phase_names
-from tests.server.support import asking_for_health
+from tests.support.servers import asking_for_health
 
 MODEL = "zoo:llama-tiny"
 OPTIONS = {

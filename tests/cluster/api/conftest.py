@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.support import PHASES
+from tests.support.servers import PHASES
 
 OTHERWISE = {
     "test_health_version_and_telemetry": "steps are under `replicas` in /telemetry, each engine's own",

@@ -1,6 +1,6 @@
-"""A server whose forward passes a test can hold, release and break: `python -m tests.server.gated_server PHASE …`.
+"""A server whose forward passes a test can hold, release and break: `python -m tests.support.gated_server PHASE …`.
 
-It is the ordinary server (`common.server.run`), with hooks on the model (`tests.server.gate`). It reads orders
+It is the ordinary server (`common.server.run`), with hooks on the model (`tests.support.gate`). It reads orders
 from stdin and echoes each one once it is in force. `hold` and `open` control the gate before every pass. `fail` and
 `nan` break every pass until `heal`. `stick` makes the tokenizer hang. The server prints `held` when a pass waits,
 and `hangs` when the tokenizer hangs. After `collect` it prints `few` or `many`: the objects that the garbage
@@ -27,8 +27,8 @@ from common.server.logs import configure_logging
 from common.server.options import read_options
 from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
-from tests.server import gate
-from tests.server.gate import say
+from tests.support import gate
+from tests.support.gate import say
 
 stuck = threading.Event()
 
