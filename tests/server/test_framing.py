@@ -5,7 +5,7 @@ from __future__ import annotations
 import h11
 import pytest
 
-from common.server.http.framing import BoundedParser
+from common.server.http.connections import BoundedParser
 
 HEAD = b" HTTP/%b\r\nHost: here\r\n\r\n"
 

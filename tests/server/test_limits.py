@@ -21,12 +21,12 @@ from uvicorn.server import ServerState
 
 from common.server.http import connections
 from common.server.http.connections import (
+    FREE_BODY_PIECES,
     Config,
     Connection,
     ConnectionLimits,
     TooMany,
 )
-from common.server.http.framing import FREE_BODY_PIECES
 from common.server.http.middleware import OPEN_PATHS
 from common.server.http.sockets import allow_open_files
 from tests.support.servers import (

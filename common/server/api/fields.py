@@ -295,7 +295,8 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 
 class StructuredOutputs(Fields):
-    """vLLM's field `structured_outputs`, the form that an answer must have. One of its fields is set."""
+    """vLLM's field `structured_outputs`, the form that an answer must have. Exactly one of its fields `json`,
+    `regex`, `choice` and `grammar` is set."""
 
     places: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 

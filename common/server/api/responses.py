@@ -328,10 +328,8 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def hints(self) -> dict[str, str | None]:
-        return {
-            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            "verbosity": None if self.text is None else self.text.verbosity,
-        }
+        reasoning, text = self.reasoning or ReasoningOptions(), self.text or TextOptions()
+        return {"reasoning_effort": reasoning.effort, "verbosity": text.verbosity}
 
     def field_of(self, param: str) -> str:
         names = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
@@ -350,8 +348,7 @@ class ResponsesRequest(ConversationRequest):
 
     @property
     def _format(self) -> TextFormat:
-        wanted = None if self.text is None else self.text.format
-        return TextFormat(type="text") if wanted is None else wanted
+        return (self.text or TextOptions()).format or TextFormat(type="text")
 
     @cached_property
     def told_functions(self) -> tuple[Function, ...]:
@@ -381,7 +378,7 @@ class ResponsesRequest(ConversationRequest):
                     )
 
     @cached_property
-    def _called(self) -> dict[str, dict[str, str]]:
+    def called(self) -> Mapping[str, Mapping[str, str]]:
         """The fields of a call that name a function, by the name under which the model knows the function."""
         return {
             flat_name(namespace, function.name): {"name": function.name}
@@ -389,14 +386,10 @@ class ResponsesRequest(ConversationRequest):
             for _, namespace, function in self._functions
         }
 
-    def called(self, name: str) -> Mapping[str, str]:
-        """Return the fields of a call that name its function. `name`: the name under which the model knows it."""
-        return self._called[name]
-
     def known_as(self, name: str) -> Sequence[str]:
-        if name in self._called:
+        if name in self.called:
             return [name]
-        return [flat for flat, called in self._called.items() if called["name"] == name] or [name]
+        return [flat for flat, called in self.called.items() if called["name"] == name] or [name]
 
     def settings(self, temperature: float, top_p: float) -> dict[str, Any]:
         """Return the fields that a response repeats, with the `temperature` and `top_p` in effect."""
@@ -674,7 +667,7 @@ class ResponseEvents(ItemFormat):
             case CallPart(_, call_id, name):
                 kind, fields = (
                     "function_call",
-                    {"call_id": call_id, **self._wanted.called(name), "arguments": ""},
+                    {"call_id": call_id, **self._wanted.called[name], "arguments": ""},
                 )
             case _:
                 kind, fields = "message", {"role": "assistant", "content": []}

@@ -9,6 +9,7 @@ import orjson
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from common.request import FinishReason
 from common.server.errors import ErrorResponse
 
 OpenAIReason = Literal["stop", "length"]
@@ -161,9 +162,7 @@ class PlainCompletion(TextHeader):
 class Completion(PlainCompletion):
     """The JSON answer of `/v1/completions`: OpenAI's, with the engine's own finish reason."""
 
-    finish_reason: Annotated[
-        Literal["eos", "stop", "length", "cancelled"], Field(description="the engine's reason of choice 0")
-    ]
+    finish_reason: Annotated[FinishReason, Field(description="the engine's reason of choice 0")]
 
 
 class TextChunk(TextHeader):
@@ -185,11 +184,7 @@ class CompletionEvent(TextChunk):
 
     token: NotRequired[Annotated[str, Field(description="`token`: the text that this token completed")]]
     token_id: NotRequired[Annotated[int | None, Field(description="`token`")]]
-    finish_reason: NotRequired[
-        Annotated[
-            Literal["eos", "stop", "length", "cancelled"], Field(description="`done`: the engine's reason")
-        ]
-    ]
+    finish_reason: NotRequired[Annotated[FinishReason, Field(description="`done`: the engine's reason")]]
     usage: NotRequired[Annotated[Usage, Field(description="`done`, `usage`, and `token` if asked for")]]
 
 

@@ -23,13 +23,12 @@ from typing import Any
 import h11
 import orjson
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from common.server.errors import ApiError, unavailable
-from common.server.http.framing import BoundedParser
-from common.server.http.middleware import OPEN_PATHS, ip_address, refuse, without_root
+from common.server.http.middleware import OPEN_PATHS, Guard, ip_address, without_root
 from common.server.http.sockets import SPARE_CONNECTIONS
 from common.server.logs import log_refusal
 
@@ -42,6 +41,16 @@ SPARE_TIMEOUT_S = 5.0
 MUST_TAKE_BYTES = 48 * 1024
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
+
+#: A body may come in this many pieces (HTTP chunks or packets) of any size. With more pieces, the body must have
+#: `MEAN_PIECE_BYTES` for each further piece. Packets of 536 bytes, the smallest in use, are large enough.
+FREE_BODY_PIECES = 64
+MEAN_PIECE_BYTES = 512
+
+#: Bytes of a body after which its connection is closed. The app answers 413 long before. The connection then stays
+#: open and drops the body's rest, because most clients write their whole request before they read.
+MOST_DROPPED_BYTES = 16 * 2**20
+
 #: Seconds between two warnings about too many connections, at least.
 WARN_EVERY_S = 10.0
 #: Most seconds that a client may go on sending after its request was refused here.
@@ -59,9 +68,8 @@ class ConnectionLimits:
     per_address: int | None = None  # None: half of `connections`
     keep_alive_s: float = 60.0  # that a connection may stay open without a request
     receive_s: float = 30.0  # for the head of a request, from its first byte on
-    send_s: float = (
-        60.0  # to take `MUST_TAKE_BYTES` of an answer, from 64 KiB unsent bytes on until 16 KiB are left
-    )
+    # To take `MUST_TAKE_BYTES` of an answer, once over 64 KiB wait for the client and until 16 KiB are left.
+    send_s: float = 60.0
 
     @property
     def of_one_address(self) -> int:
@@ -113,17 +121,87 @@ class Config(uvicorn.Config):
         return excess
 
 
-class TooMany:
-    """The app for connections beyond the bound on their number. It refuses all paths but `OPEN_PATHS`."""
+class BoundedParser(h11.Connection):
+    """h11's HTTP parser for a server's connection, with bounds on a request's head and on the pieces of its body.
 
-    def __init__(self, config: Config, app: ASGIApp) -> None:
+    A body may come in chunks of one byte, and each chunk is an event of the parser: 256 KiB of them come in one
+    read and take 0.2 s to parse, in which no other client is served.
+
+    h11 bounds only a head that comes in several packets. One that comes whole is measured here, so that the same
+    request always gets the same answer.
+    """
+
+    def __init__(self, max_head_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_head_bytes)
+        self._max_head_bytes = max_head_bytes
+        self.refusal: ApiError | None = None  # for a head that is too large, or a body in too many pieces
+        self._pieces = 0
+        self._body_bytes = 0
+        self._is_chunked = False  # whether the answer is sent in HTTP chunks
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Parse and return the next event. Raises h11.RemoteProtocolError for bytes that are no HTTP or exceed a
+        bound."""
+        in_head = self.their_state is h11.IDLE
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if in_head and error.error_status_hint == 431:  # request header fields too large
+                raise self._head_too_large() from None
+            raise
+        if isinstance(event, h11.Request):
+            if head_bytes(event) > self._max_head_bytes:
+                raise self._head_too_large()
+            self._pieces = self._body_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._count_piece(len(event.data))
+        return event
+
+    def _count_piece(self, size: int) -> None:
+        self._pieces += 1
+        self._body_bytes += size
+        if self._pieces > FREE_BODY_PIECES + self._body_bytes // MEAN_PIECE_BYTES:
+            says = f"{self._body_bytes} bytes of the body came in {self._pieces} pieces: send larger chunks"
+            raise self._refused(413, says, "too_many_pieces")
+        if self._body_bytes > MOST_DROPPED_BYTES:
+            raise h11.RemoteProtocolError("the rest of the body is too large to be dropped")
+
+    def _head_too_large(self) -> h11.RemoteProtocolError:
+        says = f"the request's first line and headers have more than {self._max_head_bytes} bytes"
+        return self._refused(431, says, "head_too_large")
+
+    def _refused(self, status: int, message: str, code: str) -> h11.RemoteProtocolError:
+        """Keep the error for the client as `refusal`, and return the error to raise."""
+        self.refusal = ApiError(status, message, code=code)
+        return h11.RemoteProtocolError(message)
+
+    def send(self, event: Any) -> Any:
+        """Return the bytes of an event of the answer. A stream's bytes, which change no state of the parser, are
+        framed here, without h11's dozen function calls for each token."""
+        if type(event) is h11.Data and self._is_chunked and event.data and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        sent = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
+        return sent
+
+
+def head_bytes(request: h11.Request) -> int:
+    """Return the bytes of a request's head, without spaces that its meaning does not need."""
+    first_line = len(request.method) + len(request.target) + len(b"  HTTP/1.1\r\n")
+    return first_line + sum(len(name) + len(value) + len(b": \r\n") for name, value in request.headers) + 2
+
+
+class TooMany(Guard):
+    """Refuses requests on connections beyond the bound on their number."""
+
+    def __init__(self, app: ASGIApp, config: Config) -> None:
+        super().__init__(app)
         self._config = config
-        self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def refusal(self, scope: Scope) -> ApiError | None:
         if without_root(scope["path"], self._config.path_prefix) in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
+            return None
         refusal = unavailable(
             "too many connections are open, of all clients or of one address (the server's options "
             "--max-connections and --max-connections-per-address); try again shortly",
@@ -132,7 +210,7 @@ class TooMany:
         )
         refusal.headers["Connection"] = "close"
         self._config.answers[refusal.status, refusal.code] += 1
-        await refuse(refusal, scope, receive, send)
+        return refusal
 
 
 class Connection(H11Protocol):
@@ -167,7 +245,7 @@ class Connection(H11Protocol):
             transport.abort()
             return
         if excess > 0:
-            self.app = TooMany(self.config, self.app)
+            self.app = TooMany(self.app, self.config)
             self._receive_s = SPARE_TIMEOUT_S
             self.timeout_keep_alive = SPARE_TIMEOUT_S  # type: ignore[assignment]  # see `Config`
         self._watch()
