@@ -193,17 +193,15 @@ class PartsReader:
         if thinking:
             self._in_thought = True
             yield from self._space()
-            yield from self._say_until(self._add_thought, THOUGHT_MARKERS[1])
+            yield from self._say_until(
+                lambda text: self._parts.append(ReasoningPart(text)), THOUGHT_MARKERS[1]
+            )
             self._in_thought, self._thoughts = False, self._deltas
             yield from self._space()
         yield from self._answer()
 
     def _answer(self) -> Reading[None]:
         """Read the text behind the thoughts: all of it is the answer. Subclasses look for calls, too."""
-        yield from self._text()
-
-    def _text(self) -> Reading[None]:
-        """Read answer text in which no call is looked for, up to the end."""
         while True:
             self._say(self._take())
             if self._final:
@@ -211,9 +209,6 @@ class PartsReader:
             yield
 
     # ------------------------------------------------------------------ parts
-
-    def _add_thought(self, text: str) -> None:
-        self._parts.append(ReasoningPart(text))
 
     def _say(self, text: str) -> None:
         """Add `text` to the parts as answer text. White space after a call is left out."""
@@ -478,7 +473,7 @@ class PythonReader(PartsReader):
         if opener:
             before = yield from self._calls(before)
         self._give_back(before)
-        yield from self._text()
+        yield from super()._answer()
 
     def _calls(self, before: str) -> Reading[str]:
         """Read calls, with `before` in front of them, and the end of their list. Returns text that turned out to be
