@@ -17,7 +17,6 @@ from common.server.api.completions import (
     PlainChunks,
     answer_tokens,
     engine_reason,
-    joined_text,
     show_prompt,
 )
 from common.server.api.conversation import (
@@ -232,9 +231,6 @@ def _delta(part: Part) -> Delta:
 
 def _message(choice: Choice, said: Sequence[StepOutput]) -> AssistantMessage:
     """Return the message of a choice, from all of its outputs."""
-    reader = choice.reader
-    if reader is None:
-        return {"role": "assistant", "content": choice.prompt.echo + joined_text(said), "refusal": None}
     text, reasoning, calls = [choice.prompt.echo], list[str](), list[tuple[str, str, list[str]]]()
     for part in (part for output in said for part in choice.parts(output)):
         match part:
@@ -253,7 +249,7 @@ def _message(choice: Choice, said: Sequence[StepOutput]) -> AssistantMessage:
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": "".join(pieces)}}
             for call_id, name, pieces in calls
         ]
-    if reader.thinks:
+    if choice.reader is not None and choice.reader.thinks:
         message["reasoning_content"] = "".join(reasoning) or None
     return message
 

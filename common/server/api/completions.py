@@ -266,10 +266,6 @@ def show_prompt(fields: PromptTokens, answer: Answer, prompt: Prompt) -> None:
         fields["prompt_logprobs"] = prompt_logprobs(answer.tokenizer, prompt, answer.shown.prompt_logprobs)
 
 
-def joined_text(said: Sequence[StepOutput]) -> str:
-    return "".join(output.text_delta for output in said)
-
-
 def engine_reason(said: Sequence[StepOutput]) -> FinishReason:
     """Return the engine's finish reason of a choice that did not fail."""
     reason = said[-1].finish_reason
@@ -358,7 +354,7 @@ def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCom
         "choices": [
             {
                 "index": choice.index,
-                "text": choice.prompt.echo + joined_text(outputs),
+                "text": choice.prompt.echo + "".join(output.text_delta for output in outputs),
                 "logprobs": completion_logprobs(answer, choice, outputs),
                 "finish_reason": OPENAI_FINISH_REASONS[engine_reason(outputs)],
                 **answer.stop_reason(choice),
