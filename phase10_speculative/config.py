@@ -12,18 +12,13 @@ MOST_ROWS = 128  # most rows of a step with guesses, if `draft_rows` is not set
 class Config(PipelinedConfig):
     """Phase 9's options, and how much is guessed."""
 
-    draft_length: int = Field(
-        default=15, ge=0, le=63, description="most guesses of one request in a step; 0: this phase is phase 9"
-    )
-    draft_rows: int | None = Field(
-        default=None,
-        ge=1,
-        description="most rows of a step with guesses, which are then computed whether or not they pay; default: "
-        "guesses are computed if the measured time of a row and the share of right guesses say that they pay",
-    )
-    draft_from_finished: bool = Field(
-        default=False, description="also guess from the texts of finished requests with the same cache salt"
-    )
+    draft_length: int = Field(default=15, ge=0, le=63)
+    """most guesses of one request in a step; 0: this phase is phase 9"""
+    draft_rows: int | None = Field(default=None, ge=1)
+    """most rows of a step with guesses, which are then computed whether or not they pay; default: guesses are
+    computed if the measured time of a row and the share of right guesses say that they pay"""
+    draft_from_finished: bool = False
+    """also guess from the texts of finished requests with the same cache salt"""
 
     def max_pass_tokens(self) -> int:
         return min(max(super().max_pass_tokens(), self.max_sampled_rows()), self.kv_tokens())

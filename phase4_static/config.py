@@ -10,6 +10,5 @@ from common.engine.config import EngineConfig
 class Config(EngineConfig):
     """The base options, and how long a batch waits to fill."""
 
-    batch_wait_timeout_s: float = Field(
-        default=0.05, ge=0.0, description="seconds a batch waits for more requests before it starts"
-    )
+    batch_wait_timeout_s: float = Field(default=0.05, ge=0.0)
+    """seconds a batch waits for more requests before it starts"""

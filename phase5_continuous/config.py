@@ -10,11 +10,8 @@ from common.engine.config import EngineConfig
 class Config(EngineConfig):
     """The base options, and the most prompt tokens of a pass."""
 
-    max_prefill_pass_tokens: int = Field(
-        default=8192,
-        ge=1,
-        description="most prompt tokens computed in one pass; a longer prompt gets a pass of its own",
-    )
+    max_prefill_pass_tokens: int = Field(default=8192, ge=1)
+    """most prompt tokens computed in one pass; a longer prompt gets a pass of its own"""
 
     def max_pass_tokens(self) -> int:
         assert self.max_seq_len is not None

@@ -19,11 +19,10 @@ class Config(ContinuousConfig):
     `max_batch_size` limits the sequences computed together, `num_blocks` the KV memory. They are independent.
     """
 
-    kv_cache_backend: Literal["paged", "contiguous"] = Field(
-        default="paged",
-        description="paged: blocks; contiguous: phase 5's slots, which ignore the options of blocks",
-    )
-    block_size: int = Field(default=16, ge=1, description="tokens in a block of KV memory")
+    kv_cache_backend: Literal["paged", "contiguous"] = "paged"
+    """paged: blocks; contiguous: phase 5's slots, which ignore the options of blocks"""
+    block_size: int = Field(default=16, ge=1)
+    """tokens in a block of KV memory"""
     num_blocks: int | None = Field(
         default=None,
         ge=1,

@@ -21,29 +21,16 @@ class Config(PagedConfig):
     and at most `prefill_chunk_size` of each prompt. Beside them it computes a token for each decoding request.
     """
 
-    use_chunked_prefill: bool = Field(
-        default=True, description="divide prompts into chunks; without it this phase works as phase 6"
-    )
-    prefill_chunk_size: int = Field(
-        default=256,
-        ge=1,
-        description="most tokens of one prompt computed in a step; default on a GPU: measured at the start",
-    )
-    max_prefill_chunks_per_step: int | None = Field(
-        default=None,
-        ge=1,
-        description="most prompts of which a chunk is computed in a step; none: all waiting prompts",
-    )
-    prefill_token_budget: int | None = Field(
-        default_factory=one_chunk,
-        ge=1,
-        description="most prompt tokens computed in a step; default: one chunk; none: no limit",
-    )
-    mixed_batches: bool = Field(
-        default=True,
-        description="compute chunks and decode tokens in one forward pass; otherwise decode tokens first, then "
-        "chunks",
-    )
+    use_chunked_prefill: bool = True
+    """divide prompts into chunks; without it this phase works as phase 6"""
+    prefill_chunk_size: int = Field(default=256, ge=1)
+    """most tokens of one prompt computed in a step; default on a GPU: measured at the start"""
+    max_prefill_chunks_per_step: int | None = Field(default=None, ge=1)
+    """most prompts of which a chunk is computed in a step; none: all waiting prompts"""
+    prefill_token_budget: int | None = Field(default_factory=one_chunk, ge=1)
+    """most prompt tokens computed in a step; default: one chunk; none: no limit"""
+    mixed_batches: bool = True
+    """compute chunks and decode tokens in one forward pass; otherwise decode tokens first, then chunks"""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from phase7_chunked.config import Config as ChunkedConfig
 
@@ -12,10 +12,8 @@ from phase7_chunked.config import Config as ChunkedConfig
 class Config(ChunkedConfig):
     """Phase 7's options, and the switch for prefix caching."""
 
-    enable_prefix_caching: bool = Field(
-        default=True,
-        description="share computed blocks between requests; without it this phase works as phase 7",
-    )
+    enable_prefix_caching: bool = True
+    """share computed blocks between requests; without it this phase works as phase 7"""
 
     @model_validator(mode="after")
     def _refuse_to_share_slots(self) -> Self:

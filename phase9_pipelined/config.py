@@ -14,29 +14,16 @@ from phase8_prefix.config import Config as PrefixConfig
 class Config(PrefixConfig):
     """Phase 8's options, how far steps run ahead of their results, and how passes are computed."""
 
-    pipeline_depth: int = Field(
-        default=2,
-        ge=0,
-        le=2,
-        description="most steps in flight; 1: the next pass is launched, but not sampled, before this step's "
-        "tokens are read; 0: each step ends before the next is launched",
-    )
-    prefill_mode: Literal["pipelined", "drained"] = Field(
-        default="pipelined",
-        description="pipelined: steps with prompts run ahead like others; drained: they are launched when "
-        "nothing is in flight",
-    )
-    captured_steps: bool = Field(
-        default=True,
-        description="play recordings of passes (on a CPU with native kernels), or launch decode steps as CUDA "
-        "graphs; otherwise Python calls each operator",
-    )
-    pass_threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="threads that compute a recorded pass; default: all, or one less for weights "
-        "of at most 32 MiB",
-    )
+    pipeline_depth: int = Field(default=2, ge=0, le=2)
+    """most steps in flight; 1: the next pass is launched, but not sampled, before this step's tokens are read; 0:
+    each step ends before the next is launched"""
+    prefill_mode: Literal["pipelined", "drained"] = "pipelined"
+    """pipelined: steps with prompts run ahead like others; drained: they are launched when nothing is in flight"""
+    captured_steps: bool = True
+    """play recordings of passes (on a CPU with native kernels), or launch decode steps as CUDA graphs; otherwise
+    Python calls each operator"""
+    pass_threads: int | None = Field(default=None, ge=1)
+    """threads that compute a recorded pass; default: all, or one less for weights of at most 32 MiB"""
 
     def captured_sizes(self) -> Sequence[int]:
         return graph_sizes(self.max_batch_size) if self.captured_steps else ()

@@ -22,42 +22,28 @@ GPU_SEATS = 256
 
 
 class EngineConfig(BaseModel):
-    """Options of the engine that every phase has."""
+    """Options of the engine that every phase has. The text below an option is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    model: str = Field(
-        default="zoo:llama-tiny",
-        description="checkpoint folder, GGUF file, zoo:NAME, dummy:PRESET, a model of infer fetch, or a hub id",
-    )
-    chat_template: Path | None = Field(
-        default=None, description="Jinja file with a chat template; default: the checkpoint's own"
-    )
-    escape_special_tokens: bool = Field(
-        default=False,
-        description="the text of a message stays text where it spells a special token, such as <|im_end|>",
-    )
-    generation_config: Literal["auto", "none"] = Field(
-        default="auto",
-        description="auto: the checkpoint's generation_config.json gives the defaults of temperature, top_p, "
-        "top_k, min_p and repetition_penalty; none: these are not used",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto takes a GPU where there is one"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="auto: the checkpoint's type if the device has instructions for it, else float32",
-    )
-    quantize: Literal["none", "int8"] = Field(
-        default="none",
-        description="int8: weights of half the bytes, with a factor for each output; on a CPU only",
-    )
-    native_kernels: bool = Field(
-        default=True,
-        description="compute on a CPU by C++ kernels, which are built at the first start; without them torch "
-        "computes, more slowly",
-    )
+    model: str = "zoo:llama-tiny"
+    """checkpoint folder, GGUF file, zoo:NAME, dummy:PRESET, a model of infer fetch, or a hub id"""
+    chat_template: Path | None = None
+    """Jinja file with a chat template; default: the checkpoint's own"""
+    escape_special_tokens: bool = False
+    """the text of a message stays text where it spells a special token, such as <|im_end|>"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: the checkpoint's generation_config.json gives the defaults of temperature, top_p, top_k, min_p and
+    repetition_penalty; none: these are not used"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU where there is one"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's type if the device has instructions for it, else float32"""
+    quantize: Literal["none", "int8"] = "none"
+    """int8: weights of half the bytes, with a factor for each output; on a CPU only"""
+    native_kernels: bool = True
+    """compute on a CPU by C++ kernels, which are built at the first start; without them torch computes, more
+    slowly"""
     max_batch_size: int = Field(
         default=8,
         ge=1,
@@ -69,23 +55,12 @@ class EngineConfig(BaseModel):
         description="most prompt and new tokens of one request together; default: the model's limit, halved "
         f"(down to {SAFE_SEQ_LEN}) until the server takes half of the free memory",
     )
-    max_waiting_requests: int = Field(
-        default=64,
-        ge=1,
-        description="most requests in the queue (from phase 5 on, one more for each free seat); further ones are "
-        "answered 503",
-    )
-    request_timeout: float | None = Field(
-        default=None,
-        gt=0,
-        description="most seconds from a request's arrival to its last token; default: no limit",
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**63,
-        description="seed for requests that have none of their own; none: a random one at each start",
-    )
+    max_waiting_requests: int = Field(default=64, ge=1)
+    """most requests in the queue (from phase 5 on, one more for each free seat); further ones are answered 503"""
+    request_timeout: float | None = Field(default=None, gt=0)
+    """most seconds from a request's arrival to its last token; default: no limit"""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """seed for requests that have none of their own; none: a random one at each start"""
 
     @field_validator("quantize", "generation_config", mode="before")
     @classmethod
