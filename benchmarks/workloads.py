@@ -61,7 +61,6 @@ class Workload:
         shared_prefix: tokens that every prompt begins with, in addition to `prompts`.
         turns: the number of requests of a conversation. Each prompt has the prompt before it, the answer to that
             prompt, and new tokens, as many as `prompts` says.
-        shows: the effect that the workload was made to show.
         phase: number of the phase whose gain over the previous phase this workload shows; 0 if it was made for no
             phase.
         chats: the kind of chats that prompts come from, in `benchmarks.chats`. Then answers may end early,
@@ -73,7 +72,6 @@ class Workload:
     prompts: Sequence[tuple[float, Lengths]]
     new_tokens: Lengths
     arrivals: Arrivals
-    shows: str
     rate: float | None = None
     shared_prefix: int = 0
     turns: int = 1

@@ -140,7 +140,7 @@ def find_workload(options: argparse.Namespace) -> Workload:
     if (lengths := _LENGTHS.fullmatch(name)) is not None:
         prompt, new = map(int, lengths.groups())
         prompts = ((1.0, Lengths(prompt, prompt)),)
-        found = Workload(name, 1000, prompts, Lengths(new, new), "burst", "throughput of equal requests")
+        found = Workload(name, 1000, prompts, Lengths(new, new), "burst")
     elif name in WORKLOADS:
         found = WORKLOADS[name]
     else:

@@ -72,10 +72,6 @@ class Replay:
     arrivals_s: list[float] = field(default_factory=list)
     deliveries_s: list[float] = field(default_factory=list)
 
-    @property
-    def same_share(self) -> float:
-        return sum(step.is_same for step in self.steps) / len(self.steps) if self.steps else 0.0
-
 
 @dataclass
 class _Noted(Cost):

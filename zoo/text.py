@@ -7,7 +7,6 @@ the right hands in chapter three, and each question about the story has one answ
 """
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -625,21 +624,3 @@ def conversation(rng: random.Random) -> list[Message]:
     for question, answer in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return messages
-
-
-# --------------------------------------------------------------------------------------------------
-# Measuring samples.
-
-
-def words(text: str) -> list[str]:
-    """Return the words of a text in lower case: runs of letters, of any alphabet."""
-    return [word.lower() for word in re.findall(r"[^\W\d_]+", text)]
-
-
-def vocabulary(documents: int = 2000) -> frozenset[str]:
-    """Return nearly every word that this module writes: the words of ``documents`` plain documents, and of as many
-    conversations."""
-    rng = random.Random("vocabulary")
-    texts = [plain_document(rng) for _ in range(documents)]
-    texts += [message["content"] for _ in range(documents) for message in conversation(rng)]
-    return frozenset(word for text in texts for word in words(text))

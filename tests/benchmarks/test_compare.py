@@ -31,7 +31,6 @@ TINY = Workload(
     new_tokens=Lengths(5, 10),
     arrivals="uniform",
     rate=50.0,
-    shows="nothing",
 )
 
 
