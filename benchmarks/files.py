@@ -85,6 +85,13 @@ def _key(run: Run) -> Key:
     return run.comparison, run.workload.name, run.server.model, run.workload.quick
 
 
+def _by_comparison(runs: Iterable[Run]) -> dict[Key, list[Run]]:
+    found: dict[Key, list[Run]] = defaultdict(list)
+    for run in runs:
+        found[_key(run)].append(run)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- reading
 
 
@@ -108,15 +115,11 @@ def load_folder(folder: Path, name: str = "") -> list[Together]:
     Args:
         name: the comparisons' `folder`.
     """
-    found: dict[Key, list[Run]] = defaultdict(list)
-    own: dict[Key, list[Run]] = defaultdict(list)
-    for path in sorted(folder.glob(f"*{PUBLISHED}")):
-        for run in load_runs(path):
-            found[_key(run)].append(run)
-    for path in sorted(folder.glob("*.json")):
-        for run in load_runs(path):
-            own[_key(run)].append(run)
-    return [Together(name, runs) for runs in (found | own).values()]
+    published, own = (
+        _by_comparison(run for path in sorted(folder.glob(pattern)) for run in load_runs(path))
+        for pattern in (f"*{PUBLISHED}", "*.json")
+    )
+    return [Together(name, runs) for runs in (published | own).values()]
 
 
 def load_comparisons(results: Path) -> list[Together]:
@@ -162,17 +165,10 @@ def publish(
         by_workload[each.first.workload.name][each.key] = list(_reduced(each, timelines))
     for workload, added in by_workload.items():
         path = out / f"{workload}{PUBLISHED}"
-        kept: dict[Key, list[Run]] = defaultdict(list)
-        for run in load_runs(path) if path.is_file() else ():
-            kept[_key(run)].append(run)
-        kept |= added
-        write_published(path, [run for key in sorted(kept) for run in kept[key]])
+        kept = _by_comparison(load_runs(path) if path.is_file() else ()) | added
+        lines = "".join(run.model_dump_json() + "\n" for key in sorted(kept) for run in kept[key])
+        write_whole(path, lzma.compress(lines.encode(), preset=9))  # no time is stored: same runs, same bytes
     return chosen
-
-
-def write_published(path: Path, runs: Iterable[Run]) -> None:
-    lines = "".join(run.model_dump_json() + "\n" for run in runs)
-    write_whole(path, lzma.compress(lines.encode(), preset=9))  # no time is stored: same runs, same bytes
 
 
 def _reduced(each: Together, timelines: Kept) -> Iterator[Run]:

@@ -41,7 +41,6 @@ class Setup:
     """
 
     model: str = "dummy:llama-60m"
-    seed: int = 0
     slots: int = 8
     max_seq_len: int = 4096
     device: str = "auto"
@@ -145,7 +144,7 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
         "model": setup.model,
         "device": setup.device,
         "dtype": setup.dtype,
-        "seed": str(setup.seed),
+        "seed": "0",
         "generation-config": "none",  # requests are greedy: a model's repetition_penalty would change their tokens
         "max-seq-len": str(setup.max_seq_len),
         "host": "127.0.0.1",
