@@ -64,6 +64,7 @@ async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate
         first = submit(worker, "one", greedy(9))
         await until(lambda: gate.reached.is_set() and engine.scheduler.active[0].pending_tokens == 2)
         late = submit(worker, "late", greedy(9))
+        await until(lambda: worker.process._process._connection.poll())  # type: ignore[union-attr]
         gate.open.set()
         assert len(await read(first)) == len(await read(late)) == 9
     calls = engine.runner.model.calls[:4]
