@@ -398,13 +398,6 @@ async def test_a_cluster_whose_replicas_are_dead_or_gone_is_not_well(replicas: R
         assert client.status == 503
 
 
-async def test_the_cluster_says_that_it_drains(replicas: Replicas) -> None:
-    client = Client(replicas)
-    replicas.whole = {"a": well, "b": well}
-    await client.front.drain()
-    assert b'"draining"' in await client.ask(method="GET", path="/health")
-
-
 async def test_telemetry_is_summed_and_each_replicas_own_is_there(replicas: Replicas) -> None:
     one = {"phase": "p", "max_batch_size": 8, "max_seq_len": 64, "queue_room": 3, "next_step": 2}
     replicas.whole = {
