@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.server.conftest import prefix  # noqa: F401 - a fixture of the tests that run here
 from tests.support.servers import PHASES
 
 OTHERWISE = {
