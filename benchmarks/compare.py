@@ -122,6 +122,8 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
                         run.save(comparison.out)
                     runs.append(run)
                     progress.advance(overall)
+                    if not console.is_terminal:  # which shows no bar
+                        console.print(f"{workload.name} on {target.label}: {len(runs)} of {total} runs done")
             console.print(comparison.show(runs[before:]))
 
 

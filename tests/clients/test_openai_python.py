@@ -403,6 +403,11 @@ def test_refusals(api: Api, prefix: str) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         api.create(model="another")
     assert unknown.value.code == "model_not_found"
+
+
+@on_apis
+def test_a_wrong_key(api: Api) -> None:
+    """A wrong key as the library's exception, under both prefixes."""
     stranger = Api(api.client.with_options(api_key="wrong"), api.model, api.name)
     with pytest.raises(openai.AuthenticationError, match="key"):
         stranger.create()
