@@ -153,7 +153,7 @@ def malformed(draw: random.Random) -> bytes | dict[str, Any]:
         good | {"max_tokens": "many"},
         good | {"temperature": -1},
         good | {"model": "another"},
-        good | {"no_such_field": 1},
+        good | {"logprobs": 99},
         good | {"prompt": [5] * 400},
         good | {"structured_outputs": {"regex": "("}},
     ]
