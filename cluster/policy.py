@@ -85,9 +85,8 @@ class LoadTable:
     """
 
     def __init__(self) -> None:
-        self._reports: dict[
-            str, tuple[int, Load]
-        ] = {}  # the number of each replica's latest report, and its load
+        # For each replica, the number of its latest report, and the load that it reported.
+        self._reports: dict[str, tuple[int, Load]] = {}
         self._since: Counter[str] = Counter()  # requests begun since that report, less those that have ended
 
     def report(self, replica: str, load: Load, number: int) -> None:

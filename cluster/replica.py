@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,12 +15,10 @@ from starlette.types import Message
 
 from cluster.forwarding import GENERATING, Forwarded, body_of, call, collect
 from cluster.policy import Load
-from common.hosting.async_engine import AsyncEngine
-from common.hosting.process import EngineProcess
 from common.server.app import create_app
 from common.server.logs import configure_logging
 from common.server.options import ServerOptions
-from common.server.run import SWITCH_INTERVAL_S
+from common.server.run import new_engine
 from common.server.service import Service
 from common.startup.memory import freeze_objects
 from common.startup.phases import find_phase
@@ -48,14 +44,7 @@ class Replica:
         configure_logging(server_options.log_level, server_options.log_format)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         package = find_phase(phase)
-        engine_config = package.Config(**config)
-        self._engine = AsyncEngine(
-            EngineProcess(
-                functools.partial(package.build_engine, engine_config),
-                functools.partial(configure_logging, server_options.log_level, server_options.log_format),
-            )
-        )
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._engine = new_engine(package, server_options, package.Config(**config))
         await asyncio.to_thread(self._engine.build)
         name = serve.get_replica_context().replica_id.unique_id
         self._app = create_app(self._engine, server_options)
@@ -103,14 +92,14 @@ class Replica:
             raise RuntimeError("the engine's process has ended")
 
     def load(self) -> Load:
-        engine = self._service.engine
-        latest = self._engine.latest_step
+        engine, config = self._engine, self._engine.facts.config
+        latest = engine.latest_step
         return Load(
-            seats=engine.facts.config.max_batch_size,
+            seats=config.max_batch_size,
             active=latest.active,
-            waiting=self._engine.num_waiting(),
-            queue_room=self._engine.queue_room(),
-            kv_use=latest.kv_reserved_tokens / engine.facts.config.kv_tokens(),
+            waiting=engine.num_waiting(),
+            queue_room=engine.queue_room(),
+            kv_use=latest.kv_reserved_tokens / config.kv_tokens(),
         )
 
     def record_routing_stats(self) -> dict[str, Any]:

@@ -171,8 +171,9 @@ class LLM:
             )
             for conversation in _conversations(messages)
         ]
+        tokenize = self.engine.maker.tokenize
         prompts = [
-            self.engine.maker.tokenize(text, add_special_tokens=False) for text in texts
+            tokenize(text, add_special_tokens=False) for text in texts
         ]  # the template has written them
         completions = self.generate(prompts, params, progress=progress)
         for completion, text in zip(completions, texts, strict=True):

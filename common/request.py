@@ -54,9 +54,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: not reported; n: of the sampled token and the n most likely tokens
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
     allowed_token_ids: tuple[int, ...] | None = None  # no other token is sampled; None: all are allowed
-    bad_words: tuple[
-        str, ...
-    ] = ()  # no token is sampled that completes one (`common.constrained.allowed_tokens`)
+    bad_words: tuple[str, ...] = ()  # no token is sampled that completes one (`AllowedTokens`)
     include_stop_str_in_output: bool = False  # keep the stop string or token that ends the answer in its text
     skip_special_tokens: bool = True  # special tokens are left out of the text
     ignore_eos: bool = False

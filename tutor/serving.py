@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 
 from common.hosting.local import EngineThread
-from common.server import run
+from common.server.run import main
 
 if __name__ == "__main__":
-    run.EngineProcess = EngineThread  # type: ignore[attr-defined]  # for this program only
-    run.main(sys.argv.pop(1))
+    main(sys.argv.pop(1), process=EngineThread)

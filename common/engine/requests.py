@@ -184,9 +184,7 @@ class RequestMaker:
         token_ids = self.tokenize(prompt, new_tokens) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise InvalidPromptError("the prompt is empty; send at least one token", param="prompt")
-        self._check_length(
-            len(token_ids), new_tokens
-        )  # first: the next check is slow on two megabytes of ids
+        self._check_length(len(token_ids), new_tokens)  # before a check that is slow on two megabytes of ids
         outside = self._first_unknown(token_ids)
         if outside is not None:
             raise InvalidPromptError(

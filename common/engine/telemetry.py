@@ -120,9 +120,8 @@ class Telemetry:
     records: deque[StepRecord] = field(init=False)
     current: StepRecord = field(init=False)
     accepted_at: list[int] = field(default_factory=list)
-    step_tokens: Histogram = field(
-        default_factory=lambda: Histogram(TOKENS)
-    )  # prompt and new tokens of each step
+    #: Prompt and new tokens of each step.
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
 
     def __post_init__(self) -> None:
         self.records = deque(maxlen=self.capacity)
@@ -266,9 +265,7 @@ class RequestTelemetry:
     answer_lengths: Histogram = field(default_factory=_lengths)
     computed_lengths: Histogram = field(default_factory=_lengths)  # prompt tokens without prefix hits
     inference_s: Histogram = field(default_factory=_durations)  # from scheduling to the last token
-    between_tokens_s: Histogram = field(
-        default_factory=_durations
-    )  # decode_s, divided by the tokens after the first
+    between_tokens_s: Histogram = field(default_factory=_durations)  # decode_s by tokens after the first
     longest_choices: Histogram = field(default_factory=_lengths)  # of each prompt's choices, the longest
     choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))  # of each prompt
     most_new_tokens: Histogram = field(default_factory=_lengths)  # `max_new_tokens` of each choice

@@ -88,10 +88,8 @@ def serve(connection: Connection, make_engine: Callable[[], Engine], prepare: Ca
         make_engine: builds the engine.
         prepare: called before `make_engine`, to set up the log.
     """
-    for number in IGNORED_SIGNALS:
-        signal.signal(
-            number, lambda *_: None
-        )  # not SIG_IGN, which the processes that this one starts would keep
+    for number in IGNORED_SIGNALS:  # not SIG_IGN, which the processes that this one starts would keep
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     threading.Thread(target=_end_with_front, name="front", daemon=True).start()
     code = 0

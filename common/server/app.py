@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
+from common.engine.engine import Engine
 from common.hosting.async_engine import AsyncEngine
+from common.hosting.local import LocalEngine
 from common.server import state
 from common.server.api import chat, completions, messages, responses, tokens
 from common.server.errors import HANDLERS
@@ -32,9 +33,6 @@ from common.server.options import ServerOptions
 from common.server.service import Service
 from common.version import project_version
 
-if TYPE_CHECKING:
-    from common.engine.engine import Engine
-
 LAST_STEP_S = 5.0  # most seconds that shutdown waits for the present step, whose clients have been answered
 
 
@@ -53,8 +51,6 @@ def create_app(
     if options is None:
         options = ServerOptions()
     if not isinstance(engine, AsyncEngine):
-        from common.hosting.local import LocalEngine  # with torch, which a server's process does not need
-
         engine = LocalEngine(engine)
     service = Service(engine, options)
 

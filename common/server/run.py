@@ -51,13 +51,20 @@ SWITCH_INTERVAL_S = 3e-4
 LAST_WORDS_S = 1.0  # at shutdown, connections get at least this long to send their last bytes
 
 
-def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> NoReturn:
+def main(
+    phase_name: str,
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    process: type[EngineProcess] = EngineProcess,
+) -> NoReturn:
     """Serve a phase until a signal ends it; does not return.
 
     Args:
         phase_name: a name that `find_phase` takes.
         argv: the flags; the process's own if None.
         prog: the name of this command in `--help`; `python -m` and the phase if None.
+        process: what runs the engine.
     """
     freeze()  # modules: each full collection while the engine is built would scan them for 0.1 s
     try:
@@ -65,7 +72,7 @@ def main(phase_name: str, argv: Sequence[str] | None = None, *, prog: str | None
         options, config = read_options(package, sys.argv[1:] if argv is None else argv, prog)
         configure_logging(options.log_level, options.log_format)
         try:
-            serve(package, options, config)
+            serve(package, options, config, process)
         except StartupError as error:
             if options.log_format == "text":
                 raise
@@ -87,18 +94,32 @@ def exit_with(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -> None:
+def new_engine(
+    package: PhasePackage,
+    options: ServerOptions,
+    config: EngineConfig,
+    process: type[EngineProcess] = EngineProcess,
+) -> AsyncEngine:
+    """Return a phase's engine for the event loop of this process, which is prepared for it. It is not built yet."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    build = functools.partial(package.build_engine, config)
+    prepare = functools.partial(configure_logging, options.log_level, options.log_format)
+    return AsyncEngine(process(build, prepare))
+
+
+def serve(
+    package: PhasePackage,
+    options: ServerOptions,
+    config: EngineConfig,
+    process: type[EngineProcess] = EngineProcess,
+) -> None:
     """Serve until a signal ends the server. A step, or work for clients that have left, may still run then.
 
     Raises:
         StartupError: the port is taken, the certificate cannot be loaded, the trace's file cannot be written, or
             the engine cannot be built.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    process = EngineProcess(
-        functools.partial(package.build_engine, config),
-        functools.partial(configure_logging, options.log_level, options.log_format),
-    )
+    engine = new_engine(package, options, config, process)
     limits = ConnectionLimits(
         connections=allow_open_files(options.max_connections),
         per_address=options.max_connections_per_address,
@@ -110,7 +131,6 @@ def serve(package: PhasePackage, options: ServerOptions, config: EngineConfig) -
     with listen(options) as listener:
         if options.trace is not None:
             TraceFile(options.trace).close()  # raises StartupError now, if it cannot be written
-        engine = AsyncEngine(process)
         engine.build()
         hosts = None if options.uds else AllowedHosts(options.host, options.allowed_host)
         app = create_app(engine, options, hosts)

@@ -150,9 +150,8 @@ class Tokenizer:
 
 REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that form no character
 
-_BYTE_TOKEN = re.compile(
-    "<0x[0-9A-F]{2}>"
-)  # a vocabulary's token for one byte, if its other tokens are texts
+#: A vocabulary's token for one byte, if its other tokens are texts.
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 def _byte_level() -> dict[str, int]:

@@ -85,9 +85,7 @@ class Brackets:
 
     def __init__(self, depth: int = 0, *, python: bool = False) -> None:
         self.depth = depth  # number of open brackets
-        self.commas: list[
-            int
-        ] = []  # directly inside the outermost bracket: their indices in all pieces joined
+        self.commas: list[int] = []  # right inside the outermost bracket: indices in all pieces joined
         self._python = python
         self._quotes, self._openers, self._closers = ("\"'", "{[(", "}])") if python else ('"', "{[", "}]")
         self._read = 0  # characters of earlier pieces

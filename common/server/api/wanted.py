@@ -48,9 +48,7 @@ BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 class Shown:
     """What an answer shows beside its text. Numbers are of the likeliest tokens; None: no log-probabilities."""
 
-    echo: bool = (
-        False  # the text begins with the prompt (in a chat, with the last message if it is an assistant's)
-    )
+    echo: bool = False  # the text begins with the prompt (in a chat, with an assistant's last message)
     logprobs: int | None = None  # with each token of an echo
     prompt_logprobs: int | None = None  # with each token of the prompt, in a field of its own
     token_ids: bool = False  # of prompt and answer
