@@ -60,11 +60,11 @@ def slowly(_: object) -> None:
 
 async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate) -> None:
     engine = engine_of("pipelined", gate)
-    async with working(engine) as worker:
-        first = submit(worker, "one", greedy(9))
+    async with working(engine) as async_engine:
+        first = submit(async_engine, "one", greedy(9))
         await until(lambda: gate.reached.is_set() and engine.scheduler.active[0].pending_tokens == 2)
-        late = submit(worker, "late", greedy(9))
-        await until(lambda: worker.process._process._connection.poll())  # type: ignore[union-attr]
+        late = submit(async_engine, "late", greedy(9))
+        await until(lambda: async_engine.process._process._connection.poll())  # type: ignore[union-attr]
         gate.open.set()
         assert len(await read(first)) == len(await read(late)) == 9
     calls = engine.runner.model.calls[:4]
@@ -72,20 +72,20 @@ async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate
 
 
 async def test_a_step_comes_back_in_one_message(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    async with working(engine_of("continuous", gate)) as worker:
+    async with working(engine_of("continuous", gate)) as async_engine:
         counts: list[int] = []
-        take_step = worker._take_step
+        take_step = async_engine._take_step
 
         def counted(step: Stepped) -> None:
             if step.outputs:
                 counts.append(len(step.outputs))
             take_step(step)
 
-        monkeypatch.setattr(worker, "_take_step", counted)
-        first = submit(worker, "zero", greedy(1))
+        monkeypatch.setattr(async_engine, "_take_step", counted)
+        first = submit(async_engine, "zero", greedy(1))
         await until(gate.reached.is_set)
-        with worker.hold_places(4) as places:
-            streams = places.submit([worker.maker.create(str(i), greedy(6)) for i in range(4)])
+        with async_engine.hold_places(4) as places:
+            streams = places.submit([async_engine.maker.create(str(i), greedy(6)) for i in range(4)])
         gate.open.set()
         await asyncio.gather(*map(read, [first, *streams]))
         assert counts == [1] + [4] * 6
@@ -96,8 +96,8 @@ async def test_a_step_comes_back_in_one_message(monkeypatch: pytest.MonkeyPatch,
 
 async def test_cancelled_while_running(phase: str) -> None:
     engine = engine_of(phase, slowly, max_seq_len=1000)
-    async with working(engine) as worker:
-        stays, leaves = submit(worker, "one", greedy(40)), submit(worker, "two", greedy(900))
+    async with working(engine) as async_engine:
+        stays, leaves = submit(async_engine, "one", greedy(40)), submit(async_engine, "two", greedy(900))
         seen = 0
         async for _ in leaves:
             seen += 1
@@ -111,8 +111,8 @@ async def test_cancelled_while_running(phase: str) -> None:
 
 
 async def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str, gate: Gate) -> None:
-    async with working(engine_of(phase, gate)) as worker:
-        running, waiting = submit(worker, "one", greedy(9)), submit(worker, "two", greedy(9))
+    async with working(engine_of(phase, gate)) as async_engine:
+        running, waiting = submit(async_engine, "one", greedy(9)), submit(async_engine, "two", greedy(9))
         readers = [asyncio.create_task(read(stream)) for stream in (running, waiting)]
         await until(gate.reached.is_set)
         running.cancel()
@@ -120,8 +120,8 @@ async def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str, gate
         gate.open.set()
         for outputs in await asyncio.gather(*readers):
             assert outputs[-1].finish_reason == "cancelled"
-        assert len(await read(submit(worker, "next", greedy(2)))) == 2
-        assert await worker.drain(TIMEOUT_S)
+        assert len(await read(submit(async_engine, "next", greedy(2)))) == 2
+        assert await async_engine.drain(TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------- places
@@ -129,55 +129,57 @@ async def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str, gate
 
 async def test_places_are_held_and_given_back(phase: str, gate: Gate) -> None:
     engine = engine_of(phase, gate, max_waiting_requests=4, max_batch_size=1)
-    async with working(engine) as worker:
-        first = submit(worker, "one", greedy(2))
-        await until(lambda: gate.reached.is_set() and worker.queue_room() == 4)  # the only seat is taken
-        with worker.hold_places(3):
+    async with working(engine) as async_engine:
+        first = submit(async_engine, "one", greedy(2))
+        await until(
+            lambda: gate.reached.is_set() and async_engine.queue_room() == 4
+        )  # the only seat is taken
+        with async_engine.hold_places(3):
             with pytest.raises(QueueFullError):
-                worker.hold_places(2)
-            with worker.hold_places(1), pytest.raises(QueueFullError):
-                worker.hold_places(1)
-        requests = [worker.maker.create(str(i), greedy(2)) for i in range(4)]
+                async_engine.hold_places(2)
+            with async_engine.hold_places(1), pytest.raises(QueueFullError):
+                async_engine.hold_places(1)
+        requests = [async_engine.maker.create(str(i), greedy(2)) for i in range(4)]
         with pytest.raises(QueueFullError):
-            worker.hold_places(4)  # several places at once must leave a quarter of the queue free
-        with worker.hold_places(3) as places:  # all places were given back
+            async_engine.hold_places(4)  # several places at once must leave a quarter of the queue free
+        with async_engine.hold_places(3) as places:  # all places were given back
             with pytest.raises(ValueError, match="3 places are held, for 2"):
                 places.submit(requests[:2])
             streams = places.submit(requests[:3])
-        with worker.hold_places(1) as places:
+        with async_engine.hold_places(1) as places:
             streams += places.submit(requests[3:])
         with pytest.raises(QueueFullError):
-            worker.hold_places(1)  # requests in the inbox count, though they are not in the queue yet
+            async_engine.hold_places(1)  # requests in the inbox count, though they are not in the queue yet
         gate.open.set()
         for stream in [first, *streams]:
             assert (await read(stream))[-1].finish_reason == "length"
         await until(lambda: not engine.has_work)
-        with worker.hold_places(4):
+        with async_engine.hold_places(4):
             pass
 
 
 async def test_the_prefix_cache_is_reset_between_two_steps(gate: Gate) -> None:
     """A reset waits for the running step, whose request keeps its blocks. After shutdown it is refused."""
     engine = engine_of("prefix", gate, block_size=4)
-    async with working(engine) as worker:
-        first = submit(worker, "a prompt of some length", greedy(2))
+    async with working(engine) as async_engine:
+        first = submit(async_engine, "a prompt of some length", greedy(2))
         await until(gate.reached.is_set)
-        resetting = asyncio.create_task(worker.reset_prefix_cache())
+        resetting = asyncio.create_task(async_engine.reset_prefix_cache())
         await asyncio.sleep(0.01)
         assert not resetting.done(), "the engine's thread is in a step"
         gate.open.set()
         assert await resetting == 0, "all of it is used"
         await read(first)
         await until(lambda: not engine.has_work)
-        assert await worker.reset_prefix_cache() > 0
-        assert await worker.reset_prefix_cache() == 0
-        given_up = asyncio.create_task(worker.reset_prefix_cache())
+        assert await async_engine.reset_prefix_cache() > 0
+        assert await async_engine.reset_prefix_cache() == 0
+        given_up = asyncio.create_task(async_engine.reset_prefix_cache())
         await asyncio.sleep(0)
         given_up.cancel()
-        assert len(await read(submit(worker, "next", greedy(2)))) == 2
-        worker.stop_accepting()
+        assert len(await read(submit(async_engine, "next", greedy(2)))) == 2
+        async_engine.stop_accepting()
         with pytest.raises(ShuttingDownError):
-            await worker.reset_prefix_cache()
+            await async_engine.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("phase", ["static", "prefix", "pipelined"])
@@ -185,32 +187,32 @@ async def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(p
     engine = engine_of(phase, slowly)
     watched: list[StepOutput] = []
     engine.watchers.append(lambda _record, _plan, outputs: watched.extend(outputs))
-    async with working(engine) as worker:
-        streams = [submit(worker, prompt, greedy(40)) for prompt in ("one", "two")]
+    async with working(engine) as async_engine:
+        streams = [submit(async_engine, prompt, greedy(40)) for prompt in ("one", "two")]
         for stream in streams:
             await anext(stream)
-        await worker.pause()
+        await async_engine.pause()
         assert not engine.runner.in_flight
         told = [stream.received_tokens for stream in streams]
         assert sum(told) == len(tokens(watched)), "none is kept back"
-        late, left = submit(worker, "late", greedy(3)), submit(worker, "left", greedy(3))
+        late, left = submit(async_engine, "late", greedy(3)), submit(async_engine, "left", greedy(3))
         left.cancel()
         assert (await read(left))[-1].finish_reason == "cancelled"
         calls = len(engine.runner.model.calls)
         await asyncio.sleep(0.05)
         assert [stream.received_tokens for stream in streams] == told
         assert (len(engine.runner.model.calls), late.received_tokens) == (calls, 0)
-        await worker.pause()  # changes nothing
-        await worker.resume()
+        await async_engine.pause()  # changes nothing
+        await async_engine.resume()
         for stream in (*streams, late):
             outputs = await read(stream)
             prompt, count = stream.request.prompt_token_ids, stream.request.params.max_new_tokens
             assert tokens(outputs) == continuation(prompt, count)[-len(outputs) :]
-        worker.stop_accepting()
+        async_engine.stop_accepting()
         with pytest.raises(ShuttingDownError):
-            await worker.pause()
+            await async_engine.pause()
         with pytest.raises(ShuttingDownError):
-            await worker.resume()
+            await async_engine.resume()
 
 
 async def test_an_engine_that_fails_while_it_is_paused_says_so(gate: Gate) -> None:
@@ -219,10 +221,10 @@ async def test_an_engine_that_fails_while_it_is_paused_says_so(gate: Gate) -> No
         gate(None)
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    async with working(engine_of("pipelined", fail)) as worker:
-        stream = submit(worker, "one", greedy(9))
+    async with working(engine_of("pipelined", fail)) as async_engine:
+        stream = submit(async_engine, "one", greedy(9))
         await until(gate.reached.is_set)
-        pausing = asyncio.create_task(worker.pause())
+        pausing = asyncio.create_task(async_engine.pause())
         await asyncio.sleep(0.01)
         gate.open.set()
         with pytest.raises(EngineDeadError):
@@ -237,13 +239,13 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
     rng = random.Random(0)
     refused = finished = cancelled = 0
 
-    async def client(worker: AsyncEngine, number: int) -> None:
+    async def client(async_engine: AsyncEngine, number: int) -> None:
         nonlocal refused, finished, cancelled
         for turn in range(12):
             await asyncio.sleep(rng.random() * 0.004)
             count = rng.randint(1, 2)
             try:
-                places = worker.hold_places(count)
+                places = async_engine.hold_places(count)
             except QueueFullError:
                 refused += 1
                 continue
@@ -252,7 +254,7 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
                 if rng.random() < 0.2:
                     continue
                 prompts = [f"{number} {turn} {i}" for i in range(count)]
-                requests = [worker.maker.create(p, greedy(rng.randint(1, 6))) for p in prompts]
+                requests = [async_engine.maker.create(p, greedy(rng.randint(1, 6))) for p in prompts]
                 streams = places.submit(requests)
             for prompt, stream in zip(prompts, streams, strict=True):
                 if rng.random() < 0.2:
@@ -264,11 +266,11 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
                 assert tokens(outputs) == continuation(prompt.encode(), stream.request.params.max_new_tokens)
                 finished += 1
 
-    async with working(engine) as worker:
-        await asyncio.gather(*(client(worker, number) for number in range(16)))
-        assert await worker.drain(TIMEOUT_S)
+    async with working(engine) as async_engine:
+        await asyncio.gather(*(client(async_engine, number) for number in range(16)))
+        assert await async_engine.drain(TIMEOUT_S)
         # Requests that were cancelled at once may still be in the inbox.
-        await until(lambda: worker.num_waiting() == 0)
+        await until(lambda: async_engine.num_waiting() == 0)
         await until(lambda: not engine.has_work)
     assert min(refused, finished, cancelled) > 0
     counters = engine.telemetry.counters
@@ -289,11 +291,11 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
         return add_request(request)
 
     monkeypatch.setattr(engine, "add_request", picky)
-    async with working(engine) as worker:
-        first = submit(worker, "one", greedy(2))
+    async with working(engine) as async_engine:
+        first = submit(async_engine, "one", greedy(2))
         await until(gates[0].reached.is_set)
-        with worker.hold_places() as places:
-            (odd,) = places.submit([worker.maker.create("two", greedy(2), "odd")])
+        with async_engine.hold_places() as places:
+            (odd,) = places.submit([async_engine.maker.create("two", greedy(2), "odd")])
         gates[0].open.set()
         await until(gates[1].reached.is_set)
         assert str((await read(odd))[-1].error) == "ValueError: an odd one"  # while that step is held
@@ -306,30 +308,30 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("end", ["stop", "drain"])
 async def test_the_end_does_not_wait_for_a_step_that_hangs(end: str, gate: Gate) -> None:
-    async with working(engine_of("continuous", gate)) as worker:
-        stream = submit(worker, "one", greedy(3))
+    async with working(engine_of("continuous", gate)) as async_engine:
+        stream = submit(async_engine, "one", greedy(3))
         await until(gate.reached.is_set)
         if end == "drain":
-            assert not await worker.drain(0.01)
+            assert not await async_engine.drain(0.01)
         else:
-            await worker.stop(0.01)
+            await async_engine.stop(0.01)
         outputs = await read(stream)
         assert isinstance(outputs[-1].error, ShuttingDownError)
         assert (outputs[-1].prompt_tokens, outputs[-1].completion_tokens) == (3, 0)
-        assert worker.process.running
+        assert async_engine.process.running
         gate.open.set()
 
 
 async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
-    async with working(engine_of(phase, gate)) as worker:
-        streams = [submit(worker, text, greedy(3)) for text in ("one", "two")]
+    async with working(engine_of(phase, gate)) as async_engine:
+        streams = [submit(async_engine, text, greedy(3)) for text in ("one", "two")]
         await until(gate.reached.is_set)
-        draining = asyncio.create_task(worker.drain(TIMEOUT_S))
+        draining = asyncio.create_task(async_engine.drain(TIMEOUT_S))
         await asyncio.sleep(0.01)
         assert not draining.done()
-        assert worker.draining
+        assert async_engine.draining
         with pytest.raises(ShuttingDownError):
-            worker.hold_places()
+            async_engine.hold_places()
         gate.open.set()
         assert await draining
         for outputs in await asyncio.gather(*map(read, streams)):
@@ -340,12 +342,12 @@ async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
 async def test_the_end_fails_those_who_are_not_done_in_time(phase: str, end: str) -> None:
     """At the time limit, running and waiting requests fail."""
     engine = engine_of(phase, slowly, max_seq_len=1000, max_batch_size=2)
-    async with working(engine) as worker:
-        streams = [submit(worker, str(i), greedy(990)) for i in range(3)]
+    async with working(engine) as async_engine:
+        streams = [submit(async_engine, str(i), greedy(990)) for i in range(3)]
         if end == "stop":
-            await worker.stop()
+            await async_engine.stop()
         else:
-            assert not await worker.drain(0.05)
+            assert not await async_engine.drain(0.05)
         for outputs in await asyncio.gather(*map(read, streams)):
             assert isinstance(outputs[-1].error, ShuttingDownError)
         if end == "drain":  # after `stop`, the engine takes no further step
@@ -357,29 +359,29 @@ async def test_the_end_fails_those_who_are_not_done_in_time(phase: str, end: str
 async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
     """The engine ends while the request holds a place. Without a refusal the request would wait for ever."""
     engine = engine_of("continuous", slowly, max_seq_len=1000)
-    async with working(engine) as worker:
-        running = submit(worker, "one", greedy(990))
-        with worker.hold_places() as places:
+    async with working(engine) as async_engine:
+        running = submit(async_engine, "one", greedy(990))
+        with async_engine.hold_places() as places:
             if end == "stop":
-                await worker.stop()
+                await async_engine.stop()
                 drained = None
             else:
-                drained = asyncio.create_task(worker.drain(0.02))
+                drained = asyncio.create_task(async_engine.drain(0.02))
                 assert isinstance((await read(running))[-1].error, ShuttingDownError)
             with pytest.raises(ShuttingDownError):
-                places.submit([worker.maker.create("late", greedy(3))])
-        assert worker._held == 0
+                places.submit([async_engine.maker.create("late", greedy(3))])
+        assert async_engine._held == 0
         assert drained is None or not await drained
 
 
 async def test_drain_waits_for_those_who_were_held_a_place() -> None:
     engine = engine_of("continuous")
-    async with working(engine) as worker:
-        with worker.hold_places() as places:
-            draining = asyncio.create_task(worker.drain(TIMEOUT_S))
+    async with working(engine) as async_engine:
+        with async_engine.hold_places() as places:
+            draining = asyncio.create_task(async_engine.drain(TIMEOUT_S))
             await asyncio.sleep(0.02)
             assert not draining.done()
-            (stream,) = places.submit([worker.maker.create("late", greedy(3))])
+            (stream,) = places.submit([async_engine.maker.create("late", greedy(3))])
         assert len(await read(stream)) == 3
         assert await draining
 
@@ -389,25 +391,25 @@ async def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
     phase: str, mistake: BaseException, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     engine = engine_of(phase, gate, max_batch_size=2)
-    async with working(engine) as worker:
-        streams = [submit(worker, text, greedy(9)) for text in ("one", "two", "three", "four")]
+    async with working(engine) as async_engine:
+        streams = [submit(async_engine, text, greedy(9)) for text in ("one", "two", "three", "four")]
         await until(gate.reached.is_set)
 
         def plan() -> None:
             raise mistake
 
         monkeypatch.setattr(engine.scheduler, "plan", plan)
-        with worker.hold_places() as places:
+        with async_engine.hold_places() as places:
             gate.open.set()
             for outputs in await asyncio.gather(*map(read, streams)):
                 assert isinstance(outputs[-1].error, EngineDeadError)
-            assert worker.dead is not None
+            assert async_engine.dead is not None
             with pytest.raises(EngineDeadError):
-                worker.hold_places()
+                async_engine.hold_places()
             # A request that holds a place is answered, too.
-            (late,) = places.submit([worker.maker.create("late", greedy(1))])
+            (late,) = places.submit([async_engine.maker.create("late", greedy(1))])
         assert isinstance((await read(late))[-1].error, EngineDeadError)
-        assert await worker.drain(TIMEOUT_S)
+        assert await async_engine.drain(TIMEOUT_S)
 
 
 def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
@@ -415,10 +417,10 @@ def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
     workers: list[AsyncEngine] = []
 
     async def main() -> None:
-        worker = LocalEngine(engine)
-        worker.start()
-        workers.append(worker)
-        submit(worker, "one", greedy(2))
+        async_engine = LocalEngine(engine)
+        async_engine.start()
+        workers.append(async_engine)
+        submit(async_engine, "one", greedy(2))
         await until(gate.reached.is_set)
 
     asyncio.run(main())
@@ -432,8 +434,8 @@ def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
 
 async def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     engine = engine_of(phase)
-    async with working(engine) as worker:
-        await read(submit(worker, "one", greedy(2)))
+    async with working(engine) as async_engine:
+        await read(submit(async_engine, "one", greedy(2)))
         await until(lambda: not engine.has_work)
         await asyncio.sleep(0.02)
         asked = stepped = 0
@@ -453,16 +455,16 @@ async def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -
         monkeypatch.setattr(engine, "step", counted_step)
         await asyncio.sleep(0.15)
         assert (asked, stepped) == (0, 0)
-        assert len(await read(submit(worker, "two", greedy(2)))) == 2
+        assert len(await read(submit(async_engine, "two", greedy(2)))) == 2
 
 
 async def test_a_static_batch_is_woken_by_its_timer() -> None:
     """One request waits for a batch of four. The engine takes no step until the timeout ends."""
     wait_s = 0.15
     engine = engine_of("static", batch_wait_timeout_s=wait_s)
-    async with working(engine) as worker:
+    async with working(engine) as async_engine:
         started = time.monotonic()
-        outputs = await read(submit(worker, "one", greedy(2)))
+        outputs = await read(submit(async_engine, "one", greedy(2)))
         assert time.monotonic() - started >= wait_s
         assert len(outputs) == 2
         await until(lambda: not engine.has_work)

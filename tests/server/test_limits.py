@@ -96,7 +96,7 @@ def test_incomplete_and_invalid_requests_are_refused(
         assert_told(everything(connection), status, code)
     if TOKENIZE not in sent:  # refusals of /tokenize are not logged
         eventually(lambda: f"refused: {status} {code}" in caplog.text)
-    assert strict.worker.num_waiting() == 0
+    assert strict.async_engine.num_waiting() == 0
 
 
 def test_a_body_that_trickles(strict: LocalServer) -> None:

@@ -53,8 +53,8 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_calls, "MAX_FRAMES_PER_S", 1e6)  # every step has its frame
     monkeypatch.setattr(engine_calls, "ENGINE_SHARE", 1e6)
     engine = engine_of()
-    async with working(engine) as worker:
-        viewer = LiveView(worker).open()
+    async with working(engine) as async_engine:
+        viewer = LiveView(async_engine).open()
         await until(lambda: bool(engine.watchers))
         events = events_of(viewer)
         assert await anext(events) == (
@@ -67,7 +67,7 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
                 "max_seq_len": 64,
             },
         )
-        streams = [submit(worker, prompt, greedy(30)) for prompt in ("one", "two")]
+        streams = [submit(async_engine, prompt, greedy(30)) for prompt in ("one", "two")]
         frames: list[dict[str, Any]] = []
         while (
             sum(len(frame.get("ended", ())) for frame in frames) < 2
@@ -84,13 +84,13 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
 
 async def test_no_frames_are_made_without_viewers() -> None:
     engine = engine_of()
-    async with working(engine) as worker:
-        view, tasks = LiveView(worker), asyncio.all_tasks()
+    async with working(engine) as async_engine:
+        view, tasks = LiveView(async_engine), asyncio.all_tasks()
         assert engine.watchers == []
         first, second = view.open(), view.open()
         await until(lambda: len(engine.watchers) == 1)
         first.close()
-        assert len(await read(submit(worker, "one", greedy(3)))) == 3
+        assert len(await read(submit(async_engine, "one", greedy(3)))) == 3
         assert len(engine.watchers) == 1
         second.close()
         await until(lambda: not engine.watchers)
@@ -101,8 +101,8 @@ async def test_no_frames_are_made_without_viewers() -> None:
 
 
 async def test_a_slow_viewer_misses_frames_and_resumes_with_a_key_frame() -> None:
-    async with working(engine_of()) as worker:
-        view = LiveView(worker)
+    async with working(engine_of()) as async_engine:
+        view = LiveView(async_engine)
         slow, quick = view.open(), view.open()
         seen = []
 
@@ -132,8 +132,8 @@ async def test_a_slow_viewer_misses_frames_and_resumes_with_a_key_frame() -> Non
 
 
 async def test_too_many_viewers_are_refused() -> None:
-    async with working(engine_of()) as worker:
-        view = LiveView(worker)
+    async with working(engine_of()) as async_engine:
+        view = LiveView(async_engine)
         viewers = [view.open() for _ in range(live_view.MAX_VIEWERS)]
         with pytest.raises(ApiError, match="as many as may") as refused:
             view.open()
@@ -145,10 +145,10 @@ async def test_too_many_viewers_are_refused() -> None:
 
 
 async def test_the_view_ends_with_the_server() -> None:
-    async with working(engine_of()) as worker:
-        view = LiveView(worker)
+    async with working(engine_of()) as async_engine:
+        view = LiveView(async_engine)
         viewer = view.open()
-        worker.stop_accepting()
+        async_engine.stop_accepting()
         assert [name async for name, _ in events_of(viewer)] == ["begin", "end"]
         with pytest.raises(ApiError) as refused:
             view.open()
@@ -162,18 +162,18 @@ async def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise ValueError("no frame")
 
-    async with working(engine) as worker:
-        view = LiveView(worker)
+    async with working(engine) as async_engine:
+        view = LiveView(async_engine)
         viewer = view.open()
         await until(lambda: bool(engine.watchers))
         with monkeypatch.context() as broken:
             broken.setattr(FrameMaker, "frame", fail)
-            assert len(await read(submit(worker, "one", greedy(3)))) == 3
+            assert len(await read(submit(async_engine, "one", greedy(3)))) == 3
             assert [name async for name, _ in events_of(viewer)] == ["begin", "end"]
         viewer.close()
         events = events_of(again := view.open())
         await until(lambda: bool(engine.watchers))
-        await read(submit(worker, "two", greedy(3)))
+        await read(submit(async_engine, "two", greedy(3)))
         assert (await frames_until_idle(events))[0]["key"]
         again.close()
 

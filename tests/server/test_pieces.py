@@ -141,10 +141,10 @@ def test_a_stream_that_raises_is_closed_and_raises() -> None:
 @pytest.mark.anyio
 async def test_outputs_that_arrive_together_are_read_together() -> None:
     """The outputs of one step for several choices make one chunk of a stream."""
-    async with working(build("chunked", clock=time.monotonic)) as worker:
+    async with working(build("chunked", clock=time.monotonic)) as async_engine:
         tasks = asyncio.all_tasks()
-        with worker.hold_places(3) as places:
-            requests = [worker.maker.create(prompt, greedy(5)) for prompt in ("one", "two", "six")]
+        with async_engine.hold_places(3) as places:
+            requests = [async_engine.maker.create(prompt, greedy(5)) for prompt in ("one", "two", "six")]
             streams = places.submit(requests)
         lists = [arrived async for arrived in arriving(streams)]
         assert asyncio.all_tasks() == tasks, "reading needs no tasks of its own"

@@ -39,12 +39,14 @@ async def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
         return step()
 
     monkeypatch.setattr(engine, "step", held_step)
-    async with working(engine) as worker:
-        beating = asyncio.create_task(Pulse(worker).run())
+    async with working(engine) as async_engine:
+        beating = asyncio.create_task(Pulse(async_engine).run())
         await asyncio.sleep(0.05)
         assert not lines(caplog)
-        with worker.hold_places(2) as places:  # both at once, so that they are in the same steps
-            streams = places.submit([worker.maker.create(prompt, greedy(8)) for prompt in ("one", "two")])
+        with async_engine.hold_places(2) as places:  # both at once, so that they are in the same steps
+            streams = places.submit(
+                [async_engine.maker.create(prompt, greedy(8)) for prompt in ("one", "two")]
+            )
         await until(held.is_set)
         before = len(lines(caplog))
         await until(lambda: len(lines(caplog)) > before + 1)
@@ -74,12 +76,12 @@ async def test_memory_that_was_freed_goes_back_with_the_next_beat(monkeypatch: p
     monkeypatch.setattr(logs, "PULSE_EVERY_S", 0.01)
     process = psutil.Process()
     engine = build("continuous", clock=time.monotonic)
-    async with working(engine) as worker:
+    async with working(engine) as async_engine:
         objects = [bytes(1000) for _ in range(FREED_MB * 1000)]
         kept = objects[::500]
         full = process.memory_info().rss
         del objects
-        beating = asyncio.create_task(Pulse(worker).run())
+        beating = asyncio.create_task(Pulse(async_engine).run())
         await until(lambda: full - process.memory_info().rss > FREED_MB * 1e6 / 2)
         assert kept[-1] == bytes(1000)
         beating.cancel()

@@ -513,19 +513,19 @@ class Gate:
 @contextlib.asynccontextmanager
 async def working(engine: Engine) -> AsyncIterator[LocalEngine]:
     """Serve an engine on the event loop for the block, and stop it at the end, also after an error."""
-    worker = LocalEngine(engine)
-    worker.start()
+    async_engine = LocalEngine(engine)
+    async_engine.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            yield worker
+            yield async_engine
     finally:
-        await worker.stop()
-    assert not worker.process.running
+        await async_engine.stop()
+    assert not async_engine.process.running
 
 
-def submit(worker: AsyncEngine, prompt: str, params: SamplingParams) -> RequestStream:
-    with worker.hold_places() as places:
-        return places.submit([worker.maker.create(prompt, params)])[0]
+def submit(async_engine: AsyncEngine, prompt: str, params: SamplingParams) -> RequestStream:
+    with async_engine.hold_places() as places:
+        return places.submit([async_engine.maker.create(prompt, params)])[0]
 
 
 async def read(stream: RequestStream) -> list[StepOutput]:

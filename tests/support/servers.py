@@ -330,11 +330,11 @@ class LocalServer(Served):
         package = find_phase(phase)
         config = package.Config(device="cpu", dtype="float32", **options)
         self.engine = package.build_engine(config)
-        self.worker = LocalEngine(self.engine)
+        self.async_engine = LocalEngine(self.engine)
         self.listener = sockets.bind("127.0.0.1", 0)
         # With a small buffer, a few hundred tokens fill it if a client reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        app = create_app(self.worker, ServerOptions(body_timeout=body_timeout_s))
+        app = create_app(self.async_engine, ServerOptions(body_timeout=body_timeout_s))
         self.service: Service = app.state.server
         self.http = serve.Server(
             Config(
