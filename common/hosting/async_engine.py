@@ -75,9 +75,7 @@ class WakeUp:
 
 
 class RequestStream:
-    """Iterates over one request's outputs as they arrive. Ends after the terminal output.
-
-    A reader that stops early must call `cancel`.
+    """One request's outputs as they arrive, up to the terminal one. A reader that stops early must call `cancel`.
 
     Attributes:
         received_tokens: number of tokens that have arrived, read or not.
@@ -91,9 +89,8 @@ class RequestStream:
     def __init__(self, engine: AsyncEngine, request: Request) -> None:
         self.request = request
         self._engine = engine
-        self._outputs: deque[StepOutput] = deque()
+        self._outputs: list[StepOutput] = []
         self.news = WakeUp()
-        self._ended = False
         self._arrived_s = time.monotonic() if request.arrived_s is None else request.arrived_s
         self.received_tokens = 0
         self.first_token_s: float | None = None
@@ -101,22 +98,9 @@ class RequestStream:
         self.latest_token_s = 0.0
         self.last: StepOutput | None = None
 
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> StepOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        if not self._outputs:
-            await self.news.wait()
-        output = self._outputs.popleft()
-        self._ended = output.finished
-        return output
-
     def take(self) -> list[StepOutput]:
         """Return the outputs that have arrived and were not read yet, without waiting."""
-        outputs = list(self._outputs)
-        self._outputs.clear()
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def put(self, output: StepOutput) -> None:

@@ -34,6 +34,7 @@ from common.models.config import LayerConfig, ModelConfig, RopeConfig
 from common.models.layers import CausalLM, TokenBatch
 from common.models.llama import Llama
 from common.request import Request, SamplingParams, StepOutput
+from common.server.api.answer import arriving
 from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
 from tests.support.pools import CPU, SMALLEST, assert_consistent
@@ -529,7 +530,7 @@ def submit(async_engine: AsyncEngine, prompt: str, params: SamplingParams) -> Re
 
 
 async def read(stream: RequestStream) -> list[StepOutput]:
-    return [output async for output in stream]
+    return [output async for arrived in arriving([stream]) for _, output in arrived]
 
 
 async def until(condition: Callable[[], bool]) -> None:
