@@ -1,7 +1,7 @@
 """The HTTP server. Begin with the walk of a request through it, from socket to socket.
 
 ```text
- 1  http/connections        a connection, with bounds on its number and its time; `framing` bounds a body's pieces
+ 1  http/connections        a connection, with bounds on its number, its time and the pieces of a body
  2  http/middleware         counts answers, names the request, checks the API key (without keys: the `Host`)
  3  routes                  `JsonRoute` has the body read and checked for the endpoint's function
  4  api/bodies              bytes become a checked body, or one error
