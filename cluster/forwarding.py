@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message
 
 from cluster.policy import prefix_keys
 from common.server.api.bodies import REFERENCES
-from common.server.api.stream import STREAM_ENDS
+from common.server.api.stream import LOST_STREAM
 from common.server.errors import ApiError, unavailable
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def read_holder(path: str, body: bytes) -> str:
 async def call(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message], None]:
     """Send a request to an ASGI app of this process. Yields lists of its messages: all that are ready.
 
-    The app is asked for the last events of a stream, in case it is lost. If the generator is closed early, the app
+    The app is asked for the end of a stream, in case it is lost. If the generator is closed early, the app
     is told that its client has left.
     """
     sent: asyncio.Queue[Message | None] = asyncio.Queue(MOST_READY)  # None: the end
@@ -153,7 +153,7 @@ async def call(app: ASGIApp, request: Forwarded) -> AsyncGenerator[list[Message]
     async def run() -> None:
         try:
             await app(
-                {**request.scope, "extensions": {STREAM_ENDS: {"error": replica_lost()}}}, receive, send
+                {**request.scope, "extensions": {LOST_STREAM: {"error": replica_lost()}}}, receive, send
             )
         except Exception:  # the app has answered 500 before it raised this
             logger.exception("the app failed on a request")

@@ -240,18 +240,15 @@ async def _parts(
 ) -> AsyncIterator[bytes]:
     """Yield an answer's body as it comes.
 
-    If a stream's replica is lost, yield the error event of each choice that has not ended, and the stream's last
-    event. The replica has supplied these events when the stream began (`common.server.api.stream`).
+    If a stream's replica is lost, yield the error that ends the stream. The replica has written it when the stream
+    began (`common.server.api.stream`).
     """
-    ended: frozenset[int] = frozenset()  # indices of these events that the replica itself has sent
     try:
         while ready is not None:
-            for message in filter(body_of, ready):
-                ended = message.get("ended", ended)
             yield b"".join(map(body_of, ready))
             ready = await anext(reply, None)
     except LOST:
-        yield b"".join(end for i, end in enumerate(start.get("ends", ())) if i not in ended)
+        yield start.get("lost", b"")
     finally:
         reply.cancel()  # harmless for one that is done
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from common.server.api.answer import Answer, WireFormat, collect, stream_events
 from common.server.api.bodies import Body
-from common.server.api.stream import EventStream, StreamEnds, while_connected
+from common.server.api.stream import EventStream, while_connected
 from common.server.api.wanted import GenerationRequest
 from common.server.errors import from_exception, status_at
 from common.server.http.middleware import client_of
@@ -116,12 +116,7 @@ async def generate(
     wire = wire_format(answer, wanted)
     encoding = service.admission.encoding
     if wanted.stream:
-        return EventStream(
-            stream_events(wire, encoding),
-            on_close=close,
-            ping=wire.ping,
-            ends=StreamEnds(wire),
-        )
+        return EventStream(stream_events(wire, encoding), on_close=close, ping=wire.ping, lost=wire.lost)
     client_left = False
     try:
         whole = await while_connected(request.receive, collect(wire, encoding))

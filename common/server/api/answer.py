@@ -18,7 +18,7 @@ from common.server.api.lanes import Lane
 from common.server.api.parts import ArgumentsPart, CallPart, Part, PartsReader, TextPart, new_reader
 from common.server.api.shapes import AnswerOrigin, AnswerTokens, Logprobs, Usage, event
 from common.server.api.wanted import GenerationRequest, Shown
-from common.server.errors import from_exception
+from common.server.errors import ApiError, from_exception
 from common.text.dialect import Dialect, opens_thought
 from common.text.tokenizer import Tokenizer
 
@@ -55,7 +55,6 @@ class Choice:
     prompt: Prompt  # shared with the prompt's other choices
     is_prompts_first: bool  # only the engine's request for its first choice asks for a prompt's scores
     latest: StepOutput | None = None
-    ended: bool = False  # the choice's last event in a stream has been made
     reader: PartsReader | None = None  # None: all of the text belongs to the answer
 
     def parts(self, output: StepOutput) -> list[Part]:
@@ -206,7 +205,6 @@ def is_first(output: StepOutput) -> bool:
 class WireFormat(ABC):
     """Writes one answer, as the events of a stream or as one JSON object."""
 
-    last: ClassVar[bytes]  # every stream of this format ends with these bytes, however its choices ended
     ping: ClassVar[bytes | None] = None  # an event without a meaning, for idle connections; None: a comment
 
     def __init__(self, answer: Answer) -> None:
@@ -220,12 +218,12 @@ class WireFormat(ABC):
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         """Return the events of an output: the `latest` of its choice, unless it has an error."""
 
-    def lost(self, choice: Choice, failed: StepOutput) -> bytes:
-        """Return the events that end a choice with the error in `failed`, without changing the format's state.
+    @abstractmethod
+    def lost(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error, at whatever event it breaks off.
 
-        Called before the stream's first event, for the process that passes the stream on: see `StreamEnds`.
+        Called before the stream's first event, for the process that passes the stream on (`stream`).
         """
-        return self.events(choice, failed)
 
     @abstractmethod
     def closing(self) -> bytes:
@@ -245,8 +243,6 @@ class ItemFormat(WireFormat):
     Attributes:
         items: the items so far. The one in progress, if there is one, is the last.
     """
-
-    last = b""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer)
@@ -276,6 +272,9 @@ class ItemFormat(WireFormat):
 
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         return b"".join(event(each, each["type"]) for each in self.walk(choice, output))
+
+    def lost(self, error: ApiError) -> bytes:
+        return b"".join(event(each, each["type"]) for each in self.fail(error))
 
     def closing(self) -> bytes:
         return b""
@@ -326,7 +325,6 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
                 events.append(await encoding.run(functools.partial(wire.events, choice, output)))
             else:
                 events.append(wire.events(choice, output))
-            choice.ended = output.finished
         if chunk := b"".join(events):
             yield chunk
     if closing := wire.closing():

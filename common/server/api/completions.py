@@ -59,7 +59,7 @@ from common.server.api.shapes import (
     event,
 )
 from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, TokenId, Whole, no_limit
-from common.server.errors import from_exception, refused
+from common.server.errors import ApiError, from_exception, refused
 from common.server.openapi import OF_TEXT, answers, event_stream
 from common.server.routes import JsonRoute, generate
 from common.server.service import Served
@@ -200,8 +200,6 @@ class Chunks(WireFormat):
 class PlainChunks(Chunks, Generic[ChoiceT]):
     """Base class of OpenAI's own streams, for completions and for chat: unnamed chunks, then `[DONE]`."""
 
-    last = DONE
-
     @abstractmethod
     def choices(self, choice: Choice, output: StepOutput) -> Iterator[ChoiceT]:
         """Yield one choice object for each chunk that an output needs."""
@@ -227,6 +225,9 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
     def usage(self, choice: Choice, part: ChoiceT) -> Usage:  # noqa: ARG002 - of chat, whose first has no token
         """Return the token counts of a choice up to and including the choice object `part`."""
         return choice.usage()
+
+    def lost(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
 
     def closing(self) -> bytes:
         if not self.include_usage:
@@ -282,11 +283,12 @@ class NamedCompletionEvents(Chunks):
     The `data` of an event, except an error's, is an OpenAI chunk. `CompletionChunks` writes unnamed chunks.
     """
 
-    last = b""
-
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         token = self._token(choice, output) if output.token_id is not None else b""
         return token + self._terminal(choice, output) if output.finished else token
+
+    def lost(self, error: ApiError) -> bytes:
+        return event(error.body(), "error")
 
     def closing(self) -> bytes:
         if not self.include_usage:

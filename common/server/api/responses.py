@@ -83,7 +83,7 @@ from common.server.api.tools import (
     log_once,
 )
 from common.server.api.wanted import NewTokens, Whole
-from common.server.errors import ErrorDetail, from_exception, json_response, refused, shorten
+from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused, shorten
 from common.server.openapi import OF_BODIES, OF_TEXT, answers, event_stream
 from common.server.routes import JsonRoute, generate
 from common.server.service import Served
@@ -96,7 +96,7 @@ LOGPROBS, ENCRYPTED = get_args(Includable)
 #: Most bytes of the fields that a response repeats from its request. A stream has these fields three times.
 MAX_SETTINGS = 2**18
 
-#: `sequence_number` of the first event that `lost` returns. Every event that was sent before has a lower number.
+#: `sequence_number` of the first event that `lost` returns. Every event that was sent has a lower number.
 AFTER_ALL = 2**31
 
 
@@ -632,9 +632,9 @@ class ResponseEvents(ItemFormat):
             self._wanted.keep(self._whole)
         return events
 
-    def lost(self, choice: Choice, failed: StepOutput) -> bytes:
+    def lost(self, error: ApiError) -> bytes:
         written, self._num_events = self._num_events, AFTER_ALL
-        end = self.events(choice, failed)
+        end = super().lost(error)
         self._num_events = written
         return end
 

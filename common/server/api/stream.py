@@ -10,24 +10,10 @@ Until then, the engine's outputs wait in their `RequestStream`. A client that ta
 connection (`common.server.http.connections`).
 
 **Streams that another process passes on.** A front of a cluster outlives the process that makes a stream. If that
-process is lost, the client still needs the last event of each choice. Only the app knows the stream's wire format,
-so it writes these events when the stream begins (`StreamEnds`).
-
-```text
-engine, app ── "infer.stream_ends" ──> front of a cluster ──> client
-one process    whole events            another process
-               ends: of each choice, and of the stream
-               ended: the ends among the events so far
-```
-
-`infer.stream_ends` is an ASGI extension. A server asks for it with
-`scope["extensions"][STREAM_ENDS] = {"error": ApiError}`, the error that a lost stream ends with. Then the stream's
-messages have these additional fields:
-
-| message | field | value |
-| --- | --- | --- |
-| `http.response.start` | `ends` | the last event of each choice, then the stream's own end |
-| `http.response.body` | `ended` | indices of the events in `ends` that were sent so far; a body has whole events |
+process is lost, the client still needs a last event. Only the app knows the stream's wire format, so it writes this
+event when the stream begins. The front asks for it by an ASGI extension:
+`scope["extensions"][LOST_STREAM] = {"error": ApiError}`. Then the message `http.response.start` has a field `lost`:
+the bytes that end the stream with this error, at whatever event it breaks off.
 """
 
 from __future__ import annotations
@@ -40,12 +26,10 @@ from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from common.request import StepOutput
-from common.server.api.answer import WireFormat
 from common.server.errors import ApiError
 
-#: The ASGI extension by which a process that passes a stream on asks for the stream's last events.
-STREAM_ENDS = "infer.stream_ends"
+#: The ASGI extension by which a process that passes a stream on asks for the end of a lost stream.
+LOST_STREAM = "infer.lost_stream"
 
 T = TypeVar("T")
 
@@ -61,7 +45,7 @@ class EventStream(EventSourceResponse):
         on_close: called once at the end, with True if the client left before it had everything.
         ping: bytes without a meaning that keep idle connections open; None: a comment.
         ping_s: seconds between pings.
-        ends: writes the stream's last events for a process that passes the stream on; None: it can break off.
+        lost: returns the bytes that end the stream with an error; None: it can break off.
     """
 
     def __init__(
@@ -71,7 +55,7 @@ class EventStream(EventSourceResponse):
         on_close: Callable[[bool], None] = lambda _: None,
         ping: bytes | None = None,
         ping_s: float = 15.0,
-        ends: StreamEnds | None = None,
+        lost: Callable[[ApiError], bytes] | None = None,
         media_type: str = "text/event-stream",
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -84,20 +68,16 @@ class EventStream(EventSourceResponse):
         )
         del self.headers["connection"]  # HTTP/1.1 keeps connections open anyway
         self.on_close = on_close
-        self.ends = ends
+        self.lost = lost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passed_on: dict[str, Any] | None = scope.get("extensions", {}).get(STREAM_ENDS)
-        ends = None if passed_on is None else self.ends
+        passed_on: dict[str, Any] | None = scope.get("extensions", {}).get(LOST_STREAM)
         complete = failed = False
 
         async def send_and_note(message: Message) -> None:
             nonlocal complete
-            if passed_on is not None and ends is not None:
-                if message["type"] == "http.response.start":
-                    message["ends"] = ends.write(passed_on["error"])
-                else:
-                    message["ended"] = ends.made(message["body"])
+            if passed_on is not None and self.lost is not None and message["type"] == "http.response.start":
+                message["lost"] = self.lost(passed_on["error"])
             await send(message)
             complete = message.get("more_body") is False
 
@@ -139,32 +119,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class StreamEnds:
-    """Writes the last events of one answer's stream, and tells which of them the app has produced already."""
-
-    def __init__(self, wire: WireFormat) -> None:
-        self._wire = wire
-
-    def write(self, error: ApiError) -> tuple[bytes, ...]:
-        """Return the event that ends each choice with `error`, in order, and last the bytes that end the stream."""
-        failed = StepOutput(
-            request_id="",
-            token_id=None,
-            text_delta="",
-            text_offset=0,
-            finished=True,
-            finish_reason=None,
-            error=error,
-            prompt_tokens=0,
-            completion_tokens=0,
-        )
-        choices = (self._wire.lost(choice, failed) for choice in self._wire.answer.choices)
-        return (*choices, self._wire.last)
-
-    def made(self, chunk: bytes) -> frozenset[int]:
-        """Return the indices of the end events that the app has produced by now. `chunk` is its latest."""
-        choices = self._wire.answer.choices
-        ended = [choice.index for choice in choices if choice.ended]
-        return frozenset([*ended, len(choices)] if chunk.endswith(self._wire.last) else ended)
