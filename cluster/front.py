@@ -70,9 +70,6 @@ MERGED = {HEALTH, *MERGES}
 #: Other paths of routes whose answers are merged.
 ALIASES = {"/health/": HEALTH, "/openai/metrics": METRICS}
 
-#: Rate of large bodies, in bytes a second: half of a single server's, since each is copied by two processes.
-BODY_BYTES_PER_S = 4 * 2**20
-
 WAIT_S = 60.0  # seconds that a request waits for a replica before it is answered 503
 READ_WAIT_S = 5.0  # the longest that routes which only read wait for the first replica's answer, in seconds
 LATE_S = 0.5  # and the longest that they wait for the others' answers after that
@@ -106,42 +103,42 @@ class Front:
         self._streams = replicas.options(stream=True, method_name="stream")
         self._wanted = wanted
         server_options = CommonOptions(**options)
-        self._bodies = Bodies(server_options.body_timeout, BODY_BYTES_PER_S)
-        self._running = 0  # requests whose answer is not complete
+        self._bodies = Bodies(server_options.body_timeout)
+        self._running = 0  # requests that have come whole, and whose answer is not complete
         self._draining = False
         self.guarded = guarded(self._answer, server_options)
 
     async def drain(self) -> None:
         """Refuse new requests to `REFUSED_WHILE_DRAINING` from now on. Returns when all answers are complete."""
         self._draining = True
-        self._bodies.give_up()
         while self._running:
             await asyncio.sleep(0.1)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. If its client leaves, Serve cancels this, and the request to the replica with it."""
         request = Request(scope, receive)
+        path = ALIASES.get(request.url.path, request.url.path)
+        try:
+            forwarded = await self._read(request, path)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            await error_response(path, error, None)(scope, receive, send)
+            return
         self._running += 1
         try:
-            response = await self._respond(request)
+            response = await self._respond(forwarded)
             await response(scope, receive, send)
-        except ClientDisconnect:
-            pass
         finally:
             self._running -= 1
 
-    async def _respond(self, request: Request) -> Response:
-        """Return one replica's answer to a request or, on some routes, an answer merged from those of all replicas.
-
-        Raises:
-            ClientDisconnect: the client left before its body was complete.
-        """
-        path = ALIASES.get(request.url.path, request.url.path)
+    async def _respond(self, request: Forwarded) -> Response:
+        """Return one replica's answer or, on some routes, an answer merged from those of all replicas."""
+        path = request.path
         try:
             if self._draining and path in REFUSED_WHILE_DRAINING:
                 raise from_exception(ShuttingDownError("the cluster is shutting down"))
-            forwarded = await self._read(request, path)
-            return await (self._merge(forwarded) if path in MERGED else self._pass_on(forwarded))
+            return await (self._merge(request) if path in MERGED else self._pass_on(request))
         except ApiError as error:
             return error_response(path, error, None)
         except EngineDeadError as error:

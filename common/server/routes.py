@@ -33,7 +33,7 @@ class JsonRoute(APIRoute):
     """A route whose function gets the request, the service and the request's body, as its argument `wanted`.
 
     FastAPI documents the body by the argument's type. It does not read it: the body is read and validated within
-    this server's bounds (`Bodies`, `Intake`). A function without this argument is called by FastAPI.
+    this server's bounds (`bodies`, `intake`). A function without this argument is called by FastAPI.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -235,7 +235,6 @@ class Server(uvicorn.Server):
         if not await self.service.engine.drain(self.shutdown_timeout_s):
             logger.warning("some requests were not done in time and have been failed")
         self._left_s = self.shutdown_timeout_s - (time.monotonic() - started)
-        self.service.bodies.give_up()  # no new request begins; clients that are still sending a body get an error
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

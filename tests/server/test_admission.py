@@ -391,19 +391,6 @@ def in_bodies(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
     monkeypatch.setattr(bodies, "asyncio", SimpleNamespace(**vars(asyncio) | replaced))
 
 
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set by a test to let bodies that wait for the shared rate go on. None of them is free."""
-    event = asyncio.Event()
-
-    async def sleep(_: float) -> None:
-        await event.wait()
-
-    monkeypatch.setattr(Bodies, "BURST_BYTES", 0)
-    in_bodies(monkeypatch, sleep=sleep)
-    return event
-
-
 async def turns(count: int = 8) -> None:
     """Wait for some turns of the event loop."""
     loop = asyncio.get_running_loop()
@@ -413,51 +400,23 @@ async def turns(count: int = 8) -> None:
         await turn
 
 
-LARGE, SMALL = b"x" * 2**17, b"x" * Bodies.FREE_BYTES
-
-
-async def test_so_many_large_bodies_wait_and_the_others_are_refused(allowed: asyncio.Event) -> None:
-    bodies = Bodies(30.0)
-    waiting = [asyncio.create_task(bodies.read_json(request(LARGE))) for _ in range(Bodies.MOST_WAITING)]
-    await turns()
-    with pytest.raises(ApiError, match="64 large bodies wait") as refused:
-        await bodies.read_json(request(LARGE))
-    assert (refused.value.status, refused.value.code) == (503, "bodies_busy")
-    assert refused.value.headers["Retry-After"]
-    assert await bodies.read_json(request(SMALL)) == SMALL
-    waiting.pop(5).cancel()
-    await turns()
-    waiting.append(asyncio.create_task(bodies.read_json(request(LARGE))))
-    await turns()
-    assert not any(task.done() for task in waiting)
-    allowed.set()
-    assert await asyncio.gather(*waiting) == [LARGE] * Bodies.MOST_WAITING
-    assert await bodies.read_json(request(LARGE)) == LARGE
-
-
-async def test_large_bodies_share_a_rate_and_small_ones_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_take_turns_at_a_rate_and_small_ones_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waited: list[float] = []
-    now = [100.0]
-
-    class Loop:
-        def time(self) -> float:
-            return now[0]
+    turn = asyncio.Event()
 
     async def sleep(seconds: float) -> None:
         waited.append(seconds)
+        await turn.wait()
 
-    bytes_per_s = 2**21
-    bodies = Bodies(30.0, bytes_per_s)
-    in_bodies(monkeypatch, get_running_loop=Loop, sleep=sleep)
-    large = b"x" * 2**20
-    for _ in range(4):
-        assert await bodies.read_json(request(large)) == large
-    assert waited == [], "a burst"
-    assert await bodies.read_json(request(large)) == large
-    assert waited[-1] == pytest.approx((5 * (2**20 - 2**16) - Bodies.BURST_BYTES) / bytes_per_s)
-    count = len(waited)
-    assert await bodies.read_json(request(SMALL)) == SMALL
-    assert len(waited) == count
-    now[0] += 60.0
-    assert await bodies.read_json(request(large)) == large
-    assert len(waited) == count, "the rate is free again"
+    in_bodies(monkeypatch, sleep=sleep)
+    bodies, large, small = Bodies(30.0), b"x" * 2**17, b"x" * Bodies.FREE_BYTES
+    reading = [asyncio.create_task(bodies.read_json(request(large))) for _ in range(3)]
+    await turns()
+    assert waited == [2**16 / Bodies.BYTES_PER_S], "one body takes its bytes at a time"
+    assert await bodies.read_json(request(small)) == small
+    reading.pop().cancel()
+    turn.set()
+    assert await asyncio.gather(*reading) == [large] * 2
+    assert sum(waited) == 2 * 2**16 / Bodies.BYTES_PER_S

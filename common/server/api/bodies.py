@@ -3,8 +3,8 @@
 ```text
 pieces ──> Bodies.read_json ──> parse ──> Body
            400, 415: not JSON   400, 404, 422: an ApiError that names the field
-           408, 413, 503: too   at fault, if one is
-           late, long, many
+           408, 413: too late,  at fault, if one is
+           too long
 ```
 """
 
@@ -19,9 +19,8 @@ from pydantic import PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
-from common.errors import ShuttingDownError
 from common.server.api.fields import Fields, review
-from common.server.errors import OVERLOADED, ApiError, from_exception, refused, shorten, unavailable
+from common.server.errors import ApiError, refused, shorten
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 
@@ -51,34 +50,25 @@ class Limits:
 
 
 class Bodies:
-    """Reads request bodies: each within `timeout_s` after its head, and the large ones at a shared rate.
+    """Reads request bodies: each within `timeout_s` after its head, and the large ones at a rate that they share.
 
     The event loop copies and scans every byte, and clients that send bodies as fast as they can would take its
-    time. While the rate is used up, the connections of large bodies are not read, and their clients wait.
+    time. While a large body waits for its turn, its connection is not read.
     """
 
-    #: The bytes of a body count towards the rate from the piece on that makes the body larger than this.
-    FREE_BYTES = 64 * 1024
-    #: Bytes that may come at once, faster than the rate, after a pause.
-    BURST_BYTES = 4 * 2**20
-    #: Bodies that may wait for the rate at a time: a bound on their memory.
-    MOST_WAITING = 64
+    BYTES_PER_S = 8 * 2**20  # of all large bodies together
+    FREE_BYTES = 64 * 1024  # of each body, which count nothing
 
-    def __init__(self, timeout_s: float, bytes_per_s: int = 8 * 2**20) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._bytes_per_s = bytes_per_s
-        self._paid_until_s = 0.0  # by this time, the bytes so far would have come at the shared rate
-        self._waiting = 0  # number of bodies that wait for the rate
-        self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are being read
-        self._given_up = False
+        self._turn = asyncio.Lock()  # of a large body to take its next bytes
 
     async def read_json(self, request: Request) -> bytes:
         """Read and return the body of a request. Its content type must be JSON.
 
         Raises:
             ApiError: 400, the content type is not JSON; 408, the body was not complete in time; 413, as soon as the
-                body is known to be too large; 415, the body is compressed; 503, too many bodies wait for the rate,
-                or the server shuts down.
+                body is known to be too large; 415, the body is compressed.
             ClientDisconnect: the client left before the body was complete.
         """
         _require_json(request)
@@ -86,23 +76,12 @@ class Bodies:
         if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
             raise too_large()
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                self._deadlines.add(deadline)
-                try:
-                    if self._given_up:
-                        expire(deadline)  # bytes that have come already are still read
-                    return await self._read(request)
-                finally:
-                    self._deadlines.discard(deadline)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._read(request)
         except TimeoutError:
-            if self._given_up:
-                refusal = from_exception(ShuttingDownError("the server is shutting down"))
-            else:
-                late = f"the body did not come within {self._timeout_s:g} s"
-                refusal = ApiError(408, late, code="body_timeout")
-        # On an open connection, the rest of the body would be parsed until the next request.
-        refusal.headers["Connection"] = "close"
-        raise refusal
+            late = f"the body did not come within {self._timeout_s:g} s"
+            # On an open connection, the rest of the body would be parsed until the next request.
+            raise ApiError(408, late, code="body_timeout", headers={"Connection": "close"}) from None
 
     async def _read(self, request: Request) -> bytes:
         body = bytearray()
@@ -111,39 +90,9 @@ class Bodies:
             if len(body) > MAX_BODY_BYTES:
                 raise too_large()
             if len(body) > self.FREE_BYTES:
-                await self._pay_for(len(chunk))
+                async with self._turn:
+                    await asyncio.sleep(len(chunk) / self.BYTES_PER_S)
         return bytes(body)
-
-    async def _pay_for(self, count: int) -> None:
-        """Wait until the shared rate allows `count` more bytes. Raises ApiError (503) if too many bodies wait."""
-        if self._waiting == self.MOST_WAITING:
-            raise unavailable(
-                f"{self._waiting} large bodies wait to be read, the most this server allows; try again shortly",
-                code="bodies_busy",
-                retry_after_s=2,
-                type=OVERLOADED,
-            )
-        now_s = asyncio.get_running_loop().time()
-        earliest_s = now_s - self.BURST_BYTES / self._bytes_per_s
-        self._paid_until_s = max(self._paid_until_s, earliest_s) + count / self._bytes_per_s
-        if self._paid_until_s > now_s:
-            self._waiting += 1
-            try:
-                await asyncio.sleep(self._paid_until_s - now_s)
-            finally:
-                self._waiting -= 1
-
-    def give_up(self) -> None:
-        """From now on, refuse every body whose end has not come yet, because the server shuts down."""
-        self._given_up = True
-        for deadline in self._deadlines:
-            expire(deadline)
-
-
-def expire(deadline: asyncio.Timeout) -> None:
-    """Let a deadline run out now. Does nothing if it has run out already."""
-    if not deadline.expired():
-        deadline.reschedule(asyncio.get_running_loop().time())
 
 
 def too_large(what: str = "the body") -> ApiError:

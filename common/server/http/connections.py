@@ -27,7 +27,8 @@ from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.server.errors import ApiError, unavailable
+from common.errors import ShuttingDownError
+from common.server.errors import ApiError, from_exception, unavailable
 from common.server.http.middleware import OPEN_PATHS, Guard, ip_address, without_root
 from common.server.http.sockets import SPARE_CONNECTIONS
 from common.server.logs import log_refusal
@@ -335,6 +336,14 @@ class Connection(H11Protocol):
             with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
                 self.transport.write_eof()
         self.loop.call_later(min(LINGER_S, self._receive_s), self.transport.close)
+
+    def shutdown(self) -> None:
+        """Close the connection when its answer is sent, because the server shuts down. A request whose body has not
+        come whole is refused: nobody waits for the rest."""
+        if self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE:
+            self._refuse(from_exception(ShuttingDownError("the server is shutting down")))
+        else:
+            super().shutdown()
 
     def _end_request(self) -> None:
         """Tell the app, if it has a request of this connection, that the client has left."""
