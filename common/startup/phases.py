@@ -6,6 +6,7 @@ by an entry point of the group `infer.phases`; its name must have the same form.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from importlib.metadata import entry_points
@@ -36,8 +37,13 @@ class PhasePackage(Protocol):
 def phase_names() -> list[str]:
     """Return the registered phases' module names, lowest number first."""
     beside = {path.parent.name for path in _ROOT.glob("phase*_*/__init__.py")}
-    elsewhere = {entry.value for entry in entry_points(group=GROUP)}
-    return sorted((name for name in beside | elsewhere if _NAME.fullmatch(name)), key=phase_number)
+    names = beside | _registered_elsewhere()
+    return sorted((name for name in names if _NAME.fullmatch(name)), key=phase_number)
+
+
+@functools.cache  # a file of every installed distribution is read
+def _registered_elsewhere() -> frozenset[str]:
+    return frozenset(entry.value for entry in entry_points(group=GROUP))
 
 
 def phases_in_words() -> str:
