@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common.engine.config import resolve_dtype
+from common.devices.resolve import resolve_dtype
 from common.errors import StartupError
 from common.json_file import read_json
 from common.models.checkpoint import Checkpoint, DummyCheckpoint

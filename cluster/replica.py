@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator
@@ -20,8 +21,8 @@ from common.server.logs import configure_logging
 from common.server.options import ServerOptions
 from common.server.run import new_engine
 from common.server.service import Service
-from common.startup.memory import freeze_objects
-from common.startup.phases import find_phase
+from common.startup.phases import build_engine, find_phase
+from common.startup.process_memory import freeze_objects
 
 
 class Replica:
@@ -43,8 +44,9 @@ class Replica:
         server_options = ServerOptions(**{**options, "api_key": [], "cors_origin": [], "live_view": False})
         configure_logging(server_options.log_level, server_options.log_format)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        package = find_phase(phase)
-        self._engine = new_engine(package, server_options, package.Config(**config))
+        self._engine = new_engine(
+            functools.partial(build_engine, phase, find_phase(phase).Config(**config)), server_options
+        )
         await asyncio.to_thread(self._engine.build)
         name = serve.get_replica_context().replica_id.unique_id
         self._app = create_app(self._engine, server_options)

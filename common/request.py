@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from common.constrained.allowed_tokens import AllowedTokens, Mask
 from common.constrained.grammar import Grammar, Matcher, without
@@ -197,7 +196,7 @@ class TokenBiases:
 
     def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
         token_ids, values = zip(*biases, strict=True)
-        self.values = torch.tensor(values, dtype=torch.float32).numpy()
+        self.values = np.array(values, dtype=np.float32)
         self._entries = np.array([[0] * len(token_ids), token_ids], dtype=np.int32)
 
     def at_row(self, row: int) -> npt.NDArray[np.int32]:
@@ -246,15 +245,23 @@ class SamplingState:
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers. They are drawn on the CPU, so they are the same for every device."""
-        self._generator = torch.Generator("cpu").manual_seed(seed % 2**64)
+        self._random = random_numbers(seed)
         self._uniforms: list[float] = []
 
     def uniform(self, place: int) -> float:
         """Return the random number in [0, 1) that decides the generated token at `place`. The first place is 0."""
         while len(self._uniforms) <= place:
-            drawn = torch.rand(UNIFORMS_AT_A_TIME, generator=self._generator, dtype=torch.float64)
-            self._uniforms += drawn.tolist()
+            self._uniforms.append(next(self._random))
         return self._uniforms[place]
+
+
+def random_numbers(seed: int) -> Iterator[float]:
+    """Yield random numbers in [0, 1) without end."""
+    import torch  # only where tokens are drawn: the process that answers HTTP requests does without it
+
+    generator = torch.Generator("cpu").manual_seed(seed % 2**64)
+    while True:
+        yield from torch.rand(UNIFORMS_AT_A_TIME, generator=generator, dtype=torch.float64).tolist()
 
 
 @dataclass(slots=True)

@@ -24,13 +24,14 @@ from packaging.requirements import Requirement
 
 from benchmarks.environment import cpu_name
 from benchmarks.peers.registry import VLLM
-from common.engine.config import resolve_dtype
+from common.devices.resolve import resolve_dtype
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names
 from common.server.options import ENV_PREFIX, UsageError, read_options
 from common.startup.memory import format_bytes, free_memory
 from common.startup.phases import find_phase, phase_names
 from kernels import native
+from kernels.cache_folder import default_cache
 from kernels.dispatch import kernels_on
 
 DISTRIBUTION = "infer-phases"
@@ -221,7 +222,7 @@ def native_kernels(*, wanted: bool) -> Finding:
     if not types:
         return Finding("kernels", "native, but products and attention are torch's on this processor", "~")
     return Finding(
-        "kernels", f"native, in {native.default_cache()}; products and attention in {' and '.join(types)}"
+        "kernels", f"native, in {default_cache()}; products and attention in {' and '.join(types)}"
     )
 
 
@@ -244,7 +245,7 @@ def memory() -> str:
 
 def cache() -> Finding:
     """Report the folder that keeps built kernels and fetched models."""
-    folder = native.default_cache()
+    folder = default_cache()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Finding(

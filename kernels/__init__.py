@@ -3,3 +3,6 @@
 from kernels.openmp import limit_spinning
 
 limit_spinning()
+
+#: In place of a token id: a row of logits had a NaN, or nothing above minus infinity.
+NOT_A_TOKEN = -1

@@ -41,6 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import NOT_A_TOKEN
 from kernels.dispatch import HAS_TRITON, device_guard
 from kernels.overlap import early_launch
 
@@ -49,9 +50,6 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kernels.overlap import wait_for_inputs
-
-#: The token id of a row that has no token.
-NOT_A_TOKEN = -1
 
 #: Number of a row's settings: temperature (0: greedy), top-k (0: tokens are not ranked), top-p, min-p, and a
 #: random number. In a seat's settings, a column takes the place of this number, and random numbers follow: see

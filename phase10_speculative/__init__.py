@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from common.engine.engine import Phase
-from common.startup.build import EngineBuilder
-from phase8_prefix.cache import PrefixCachingPool as Pool
-from phase8_prefix.cache import open_pool
+from typing import TYPE_CHECKING
+
+from common.engine.requests import Phase
+from common.startup.phases import lazy_names
 from phase10_speculative.config import Config
-from phase10_speculative.runner import SpeculativeRunner as Runner
-from phase10_speculative.scheduler import SpeculativeScheduler as Scheduler
+
+if TYPE_CHECKING:
+    from phase10_speculative.build import Pool, Runner, Scheduler, build_engine
 
 __all__ = ["PHASE", "Config", "Pool", "Runner", "Scheduler", "build_engine"]
 
@@ -16,4 +17,4 @@ PHASE = Phase(
     10, "phase10_speculative", "Speculative decoding", "guess the next tokens, and verify them in one pass"
 )
 
-build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, open_pool)
+__getattr__ = lazy_names("phase10_speculative.build")

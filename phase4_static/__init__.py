@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from common.engine.engine import Phase
-from common.startup.build import EngineBuilder
-from phase4_static.cache import StaticKVCache as Pool
+from typing import TYPE_CHECKING
+
+from common.engine.requests import Phase
+from common.startup.phases import lazy_names
 from phase4_static.config import Config
-from phase4_static.runner import StaticRunner as Runner
-from phase4_static.scheduler import StaticScheduler as Scheduler
+
+if TYPE_CHECKING:
+    from phase4_static.build import Pool, Runner, Scheduler, build_engine
 
 __all__ = ["PHASE", "Config", "Pool", "Runner", "Scheduler", "build_engine"]
 
 PHASE = Phase(4, "phase4_static", "Static batching", "fixed batches, padded to a rectangle")
 
-build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, Pool)
+__getattr__ = lazy_names("phase4_static.build")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from common.engine.engine import Phase
-from common.startup.build import EngineBuilder
-from phase5_continuous.cache import SlottedKVCache as Pool
+from typing import TYPE_CHECKING
+
+from common.engine.requests import Phase
+from common.startup.phases import lazy_names
 from phase5_continuous.config import Config
-from phase5_continuous.runner import ContinuousRunner as Runner
-from phase5_continuous.scheduler import ContinuousScheduler as Scheduler
+
+if TYPE_CHECKING:
+    from phase5_continuous.build import Pool, Runner, Scheduler, build_engine
 
 __all__ = ["PHASE", "Config", "Pool", "Runner", "Scheduler", "build_engine"]
 
@@ -18,4 +20,4 @@ PHASE = Phase(
     "admit and retire on every step, one cache slot per sequence",
 )
 
-build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, Pool)
+__getattr__ = lazy_names("phase5_continuous.build")

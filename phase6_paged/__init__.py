@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from common.engine.engine import Phase
-from common.startup.build import EngineBuilder
-from phase5_continuous.runner import ContinuousRunner as Runner
-from phase6_paged.cache import PagedKVCachePool as Pool
-from phase6_paged.cache import open_pool
+from typing import TYPE_CHECKING
+
+from common.engine.requests import Phase
+from common.startup.phases import lazy_names
 from phase6_paged.config import Config
-from phase6_paged.scheduler import PagedScheduler as Scheduler
+
+if TYPE_CHECKING:
+    from phase6_paged.build import Pool, Runner, Scheduler, build_engine
 
 __all__ = ["PHASE", "Config", "Pool", "Runner", "Scheduler", "build_engine"]
 
 PHASE = Phase(6, "phase6_paged", "Paged attention", "KV memory in small blocks, allocated as sequences grow")
 
-build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, open_pool)
+__getattr__ = lazy_names("phase6_paged.build")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from common.engine.engine import Phase
-from common.startup.build import EngineBuilder
-from phase8_prefix.cache import PrefixCachingPool as Pool
-from phase8_prefix.cache import open_pool
+from typing import TYPE_CHECKING
+
+from common.engine.requests import Phase
+from common.startup.phases import lazy_names
 from phase9_pipelined.config import Config
-from phase9_pipelined.runner import PipelinedRunner as Runner
-from phase9_pipelined.scheduler import PipelinedScheduler as Scheduler
+
+if TYPE_CHECKING:
+    from phase9_pipelined.build import Pool, Runner, Scheduler, build_engine
 
 __all__ = ["PHASE", "Config", "Pool", "Runner", "Scheduler", "build_engine"]
 
@@ -19,4 +20,4 @@ PHASE = Phase(
     "launch the next step before the previous step's tokens are read",
 )
 
-build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, open_pool)
+__getattr__ = lazy_names("phase9_pipelined.build")

@@ -7,8 +7,21 @@ from typing import Literal
 
 from pydantic import Field
 
-from common.devices.graphs import graph_sizes
 from phase8_prefix.config import Config as PrefixConfig
+
+#: Most rows of a graph. The kernels of a pass with more rows run so long that the host can launch them one by one.
+MOST_ROWS = 512
+BUCKETS = (1, 2, 4, 8, *range(16, 256, 16), *range(256, MOST_ROWS + 1, 32))
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Return the numbers of rows that graphs are captured for, smallest first.
+
+    Args:
+        sequences: the most rows of a pass. The last graph has as many, at most `MOST_ROWS`.
+    """
+    last = min(sequences, MOST_ROWS)
+    return [*(size for size in BUCKETS if size < last), last]
 
 
 class Config(PrefixConfig):

@@ -91,7 +91,7 @@ def pytest_collection() -> Iterator[None]:
 
     A full collection would scan the objects of all test modules and of torch and transformers: 0.5 s each time.
     """
-    from common.startup.memory import freeze  # after the settings above
+    from common.startup.process_memory import freeze  # after the settings above
 
     gc.disable()
     try:

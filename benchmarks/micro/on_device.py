@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.micro import batch_size
 from benchmarks.micro.batch_size import Machine
-from common.engine.config import resolve_device
+from common.devices.resolve import resolve_device
 from common.engine.engine import Engine
 from common.models.layers import CausalLM
 from common.request import SamplingParams
-from common.startup.memory import freeze_objects
 from common.startup.phases import find_phase
+from common.startup.process_memory import freeze_objects
 from common.text.tokenizer import Tokenizer
 
 COPIED_BYTES = 2**30

@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from common.engine.config import resolve_device, resolve_dtype
+from common.devices.resolve import resolve_device, resolve_dtype
 from common.engine.reference import generate
 from common.models.layers import CausalLM
 from common.models.registry import load_model, open_checkpoint

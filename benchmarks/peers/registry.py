@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.peers.weights import weights_of
 from benchmarks.report import FIRST_PEER
 from benchmarks.servers import SEQUENCES_PER_SLOT, Setup, Target
-from common.engine.config import resolve_device
+from common.devices.resolve import resolve_device
 from common.errors import StartupError
 from common.models.gguf.checkpoint import GGUFCheckpoint
 from common.models.registry import open_checkpoint

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.export import export
-from common.engine.config import resolve_dtype
+from common.devices.resolve import resolve_dtype
 from common.models.checkpoint import DUMMY_SEED
 from common.models.config import ModelConfig
 from common.models.gguf.checkpoint import GGUFCheckpoint
 from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
-from kernels.native import default_cache
+from kernels.cache_folder import default_cache
 
 
 @dataclass(frozen=True, slots=True)

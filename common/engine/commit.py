@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import NaNLogitsError, NoTokenLeftError
 from common.request import FinishReason, Request, StepOutput, TokenLogprobs
-from kernels.draw import NOT_A_TOKEN
+from kernels import NOT_A_TOKEN
 
 
 def commit_token(request: Request, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:

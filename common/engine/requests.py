@@ -9,15 +9,18 @@ import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import GrammarCompiler, Matcher
 from common.engine.config import EngineConfig
 from common.errors import InvalidPromptError, InvalidRequestError
-from common.models.config import ModelConfig
 from common.request import Request, SamplingParams
 from common.text.tokenizer import IncrementalDetokenizer, Tokenizer
-from kernels.dispatch import Kernels
+
+if TYPE_CHECKING:
+    from kernels.dispatch import Kernels  # imports torch, which a server's own process does without
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class EngineFacts:
         config: the options. `max_seq_len` is resolved.
         default_params: the sampling parameters of requests that name none: those of the model's
             `generation_config.json`, if it is used.
-        model: the model's config.
+        vocab_size, eos_token_ids: those of the model.
+        tokenizer_files: as `Tokenizer.files`.
         dtype, weight_dtype, device: where and in which format the model is computed, as names: `float32`, `cpu`.
         kernels: the kernels that compute the model's passes, as `kernels_on` names them.
         batch_invariant: whether a request's tokens are the same in every batch.
@@ -53,7 +57,9 @@ class EngineFacts:
     phase: Phase
     config: EngineConfig
     default_params: SamplingParams
-    model: ModelConfig
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer_files: Path | None
     dtype: str
     weight_dtype: str
     device: str
@@ -109,7 +115,7 @@ class RequestMaker:
         self.facts = facts
         self.tokenizer = tokenizer
         self.grammars = grammars
-        self._vocab_size = facts.model.vocab_size
+        self._vocab_size = facts.vocab_size
         self._ids = itertools.count()
         # The choices of a request share their allowed tokens. A server makes the choices of two requests at a time.
         self._allowed_tokens = functools.lru_cache(maxsize=2)(self._new_allowed_tokens)
@@ -157,7 +163,7 @@ class RequestMaker:
             request_id=request_id if request_id is not None else f"request-{next(self._ids)}",
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=self.facts.model.eos_token_ids,
+            eos_token_ids=self.facts.eos_token_ids,
             detokenizer=detokenizer,
             cache_salt=handling.cache_salt,
             matcher=matcher,

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from common.engine.config import EngineConfig
-from common.kv import SchedulerPool
 from common.request import Request
+
+if TYPE_CHECKING:  # it imports torch
+    from common.kv import SchedulerPool
 
 Clock = Callable[[], float]  # seconds; only differences matter
 

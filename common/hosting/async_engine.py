@@ -46,7 +46,7 @@ from common.hosting.messages import (
     Submit,
 )
 from common.hosting.process import STOPPED, EngineProcess
-from common.models.registry import open_checkpoint
+from common.models.tokenizer_files import open_tokenizer
 from common.observing.frames import Frame
 from common.request import FinishReason, Request, StepOutput
 from common.text.tokenizer import Tokenizer
@@ -251,7 +251,10 @@ class AsyncEngine:
         self.maker = self._new_maker(built.facts)
 
     def _new_maker(self, facts: EngineFacts) -> RequestMaker:
-        tokenizer = open_checkpoint(facts.config.model).tokenizer(facts.config.chat_template)
+        assert facts.tokenizer_files is not None, "the engine's process has read it from files"
+        tokenizer = open_tokenizer(
+            facts.tokenizer_files, vocab_size=facts.vocab_size, chat_template=facts.config.chat_template
+        )
         if facts.config.escape_special_tokens:
             tokenizer.escape_special_tokens()
         return RequestMaker(facts, tokenizer, self.compiler(tokenizer))
@@ -360,7 +363,7 @@ class AsyncEngine:
 
     def compiler(self, tokenizer: Tokenizer) -> GrammarCompiler:
         """Return a compiler that checks grammars here, and has the engine's process compile them."""
-        return RemoteCompiler(tokenizer, self.facts.model.eos_token_ids, self._compile)
+        return RemoteCompiler(tokenizer, self.facts.eos_token_ids, self._compile)
 
     def _compile(self, grammar: Grammar) -> tuple[RemoteMatcher, float]:
         """Compile a grammar in the engine's process. Blocks. Any thread but the event loop's may call this.

@@ -10,13 +10,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.engine.engine import Engine
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.observing.frames import Frame, FrameMaker
 from common.observing.trace import TraceBuffer, TraceFile, Tracer
 from common.request import StepOutput
+
+if TYPE_CHECKING:  # it imports torch, which the server's process does without
+    from common.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

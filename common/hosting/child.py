@@ -68,14 +68,12 @@ from common.hosting.messages import (
     receive,
     send,
 )
+from common.hosting.process import IGNORED_SIGNALS
 from common.observing.frames import Frame
 from common.request import Request, StepOutput
-from common.startup.memory import freeze_objects
+from common.startup.process_memory import freeze_objects
 
 logger = logging.getLogger(__name__)
-
-#: The server's process gets these signals, too, and ends this process in good order.
-IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def serve(connection: Connection, make_engine: Callable[[], Engine], prepare: Callable[[], None]) -> NoReturn:

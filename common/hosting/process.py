@@ -30,18 +30,31 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from common.engine.engine import Engine
 from common.errors import EngineDeadError, ShuttingDownError, StartupError
-from common.hosting import child
 from common.hosting.messages import Answered, Built, FromEngine, NotBuilt, Stop, ToEngine, receive, send
+
+if TYPE_CHECKING:  # it imports torch, which the server's process does without
+    from common.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 STOPPED = "the server was stopped"
 
 SPAWN = multiprocessing.get_context("spawn")
+
+#: The server's process gets these signals, too, and ends this process in good order.
+IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
+def _serve(
+    connection: Connection, make_engine: Callable[[], Engine], prepare: Callable[[], None]
+) -> NoReturn:
+    """Run in the engine's process. Only this process imports torch."""
+    from common.hosting.child import serve
+
+    serve(connection, make_engine, prepare)
 
 
 class EngineProcess:
@@ -83,11 +96,11 @@ class EngineProcess:
     def _launch(self) -> tuple[BaseProcess, Connection]:
         """Start the process. Returns it, and this process's end of the connection."""
         ours, theirs = SPAWN.Pipe()
-        process = SPAWN.Process(target=child.serve, args=(theirs, *self._work), name="engine", daemon=True)
+        process = SPAWN.Process(target=_serve, args=(theirs, *self._work), name="engine", daemon=True)
         # A new process has its parent's blocked signals. So a terminal's Ctrl-C does not end it before it handles
         # signals itself. A tracker that `start` would start unblocks them, so it is started before.
         resource_tracker.ensure_running()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, child.IGNORED_SIGNALS)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             process.start()
         finally:

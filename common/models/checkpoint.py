@@ -85,7 +85,12 @@ class FolderCheckpoint(Checkpoint):
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
         template = ChatTemplate.from_folder(self.folder, chat_template)
-        return Tokenizer(self.vocabulary.backend, vocab_size=self.config.vocab_size, chat_template=template)
+        return Tokenizer(
+            self.vocabulary.backend,
+            vocab_size=self.config.vocab_size,
+            chat_template=template,
+            files=self.folder,
+        )
 
 
 class DummyCheckpoint(Checkpoint):

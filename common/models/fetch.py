@@ -24,7 +24,7 @@ from typing import IO
 from filelock import FileLock
 
 from common.errors import StartupError
-from kernels.native import default_cache
+from kernels.cache_folder import default_cache
 
 _CHUNK = 2**20
 

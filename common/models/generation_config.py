@@ -5,10 +5,10 @@ GGUF files have none. For the models of `infer fetch`, the catalogue suggests th
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from common.errors import StartupError
-from common.models.config import JsonObject
 from common.models.fetch import FETCHABLE
 from common.request import SamplingParams
 
@@ -18,7 +18,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 TOP_K = "top_k"
 
 
-def suggested_params(raw: JsonObject) -> SamplingParams:
+def suggested_params(raw: Mapping[str, Any]) -> SamplingParams:
     """Return the sampling parameters of a `generation_config.json` object. Absent entries keep their defaults.
 
     Raises:

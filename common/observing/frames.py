@@ -34,13 +34,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.engine.engine import Engine
 from common.engine.requests import EngineFacts
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
 from common.request import Request, StepOutput
+
+if TYPE_CHECKING:  # it imports torch, which the server's process does without
+    from common.engine.engine import Engine
 
 VERSION = 1
 KEY_EVERY = 64  # frames from one key frame to the next: the most that a viewer reads to show any frame

@@ -11,8 +11,12 @@ If requests have masks of allowed tokens, the step has a part `mask`, too: the t
 
 from __future__ import annotations
 
-from common.engine.engine import Engine
+from typing import TYPE_CHECKING
+
 from common.engine.telemetry import Part, PartTimer
+
+if TYPE_CHECKING:  # it imports torch, which the server's process does without
+    from common.engine.engine import Engine
 
 
 class StepParts:

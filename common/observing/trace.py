@@ -21,16 +21,19 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from common.engine.engine import Engine, Phase
+from common.engine.requests import Phase
 from common.engine.scheduling import PrefillChunk, StepPlan
 from common.engine.telemetry import Part, StepRecord
 from common.errors import StartupError
 from common.observing.step_parts import StepParts
 from common.request import Request, RequestState, StepOutput
+
+if TYPE_CHECKING:  # it imports torch, which the server's process does without
+    from common.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

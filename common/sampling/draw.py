@@ -34,8 +34,9 @@ from torch import Tensor
 
 from common.request import Request, TokenLogprobs
 from common.sampling.inputs import SamplingInputs, TokenMasks
+from kernels import NOT_A_TOKEN
 from kernels.dispatch import use_triton
-from kernels.draw import NOT_A_TOKEN, draw_triton
+from kernels.draw import draw_triton
 
 #: Number of most likely tokens that are sorted first. Of 128,256 tokens, one thread found 256 in 0.3 ms and 1,024
 #: in 0.6 ms, and sorted all in 13 ms. Finding 1,024 instead of 256 pays off if the full sort is then avoided in one

@@ -10,9 +10,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
-from common.engine.engine import Engine
 from common.hosting.async_engine import AsyncEngine
-from common.hosting.local import LocalEngine
 from common.server import state
 from common.server.api import chat, completions, messages, responses, tokens
 from common.server.errors import HANDLERS
@@ -37,21 +35,18 @@ LAST_STEP_S = 5.0  # most seconds that shutdown waits for the present step, whos
 
 
 def create_app(
-    engine: AsyncEngine | Engine, options: ServerOptions | None = None, hosts: AllowedHosts | None = None
+    engine: AsyncEngine, options: ServerOptions | None = None, hosts: AllowedHosts | None = None
 ) -> FastAPI:
     """Return the ASGI app that serves an engine. The app starts the engine and stops it at shutdown.
 
     Args:
-        engine: an engine that was built, in a process of its own. Or an engine of this process, in a test or a
-            notebook.
+        engine: an engine that was built; a `LocalEngine` to look into it, in a test or a notebook.
         options: the server's options; None: the defaults.
         hosts: the `Host` names that are allowed; checked only if there are no API keys. None: every name is
             allowed, and so are requests from pages of other sites. Use None if no browser can reach the app.
     """
     if options is None:
         options = ServerOptions()
-    if not isinstance(engine, AsyncEngine):
-        engine = LocalEngine(engine)
     service = Service(engine, options)
 
     @contextlib.asynccontextmanager

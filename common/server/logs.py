@@ -22,7 +22,7 @@ from typing import Any, Literal
 from common.hosting.async_engine import AsyncEngine, RequestStream
 from common.server.api.answer import Answer
 from common.server.errors import ApiError, from_exception
-from common.startup.memory import return_freed_memory
+from common.startup.process_memory import return_freed_memory
 
 #: The attribute of a log record that holds its fields: `logger.info(…, extra={FIELDS: {…}})`.
 FIELDS = "fields"

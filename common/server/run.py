@@ -21,13 +21,12 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
-from common.engine.config import EngineConfig
 from common.errors import StartupError
 from common.hosting.async_engine import AsyncEngine
 from common.hosting.calls import EngineCalls
@@ -40,8 +39,11 @@ from common.server.http.sockets import allow_open_files, listen, url_of
 from common.server.logs import configure_logging, printable
 from common.server.options import ServerOptions, UsageError, read_options
 from common.server.service import Service
-from common.startup.memory import freeze, freeze_objects
-from common.startup.phases import PhasePackage, find_phase
+from common.startup.phases import build_engine, find_phase
+from common.startup.process_memory import freeze, freeze_objects
+
+if TYPE_CHECKING:  # it imports torch, which this process does without
+    from common.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def main(
         options, config = read_options(package, sys.argv[1:] if argv is None else argv, prog)
         configure_logging(options.log_level, options.log_format)
         try:
-            serve(package, options, config, process)
+            serve(functools.partial(build_engine, phase_name, config), options, process)
         except StartupError as error:
             if options.log_format == "text":
                 raise
@@ -95,31 +97,29 @@ def exit_with(message: str, code: int) -> NoReturn:
 
 
 def new_engine(
-    package: PhasePackage,
-    options: ServerOptions,
-    config: EngineConfig,
-    process: type[EngineProcess] = EngineProcess,
+    build: Callable[[], Engine], options: ServerOptions, process: type[EngineProcess] = EngineProcess
 ) -> AsyncEngine:
-    """Return a phase's engine for the event loop of this process, which is prepared for it. It is not built yet."""
+    """Return an engine, which is not built yet, for the event loop of this process, which is prepared for it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    build = functools.partial(package.build_engine, config)
     prepare = functools.partial(configure_logging, options.log_level, options.log_format)
     return AsyncEngine(process(build, prepare))
 
 
 def serve(
-    package: PhasePackage,
-    options: ServerOptions,
-    config: EngineConfig,
-    process: type[EngineProcess] = EngineProcess,
+    build: Callable[[], Engine], options: ServerOptions, process: type[EngineProcess] = EngineProcess
 ) -> None:
     """Serve until a signal ends the server. A step, or work for clients that have left, may still run then.
+
+    Args:
+        build: builds the engine, in its process: as for `EngineProcess`.
+        options: the server's options.
+        process: what runs the engine.
 
     Raises:
         StartupError: the port is taken, the certificate cannot be loaded, the trace's file cannot be written, or
             the engine cannot be built.
     """
-    engine = new_engine(package, options, config, process)
+    engine = new_engine(build, options, process)
     limits = ConnectionLimits(
         connections=allow_open_files(options.max_connections),
         per_address=options.max_connections_per_address,

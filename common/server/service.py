@@ -48,7 +48,7 @@ class Service:
         self.limits = Limits(
             models=tuple(names),
             max_choices=facts.config.max_waiting_requests,
-            vocab_size=facts.model.vocab_size,
+            vocab_size=facts.vocab_size,
             strict_fields=options.strict_fields,
         )
         self.dialect = Dialect.of(engine.maker.tokenizer, options.tool_call_parser, options.reasoning_parser)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Annotated, Literal
 
 import orjson
-import torch
 from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.requests import Request
@@ -213,7 +213,7 @@ async def version(service: Served) -> Response:
     reply: Version = {
         "version": project_version(),
         "phase": engine.facts.phase.slug,
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),
         "device": engine.facts.device,
         "dtype": engine.facts.dtype,
         "weights": engine.facts.weight_dtype,

@@ -12,8 +12,9 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 
+from common.devices.resolve import resolve_device, resolve_dtype
 from common.devices.streams import call_apart
-from common.engine.config import EngineConfig, resolve_device, resolve_dtype
+from common.engine.config import EngineConfig
 from common.engine.engine import Engine, Phase
 from common.engine.reference import ContiguousCache
 from common.engine.runner import Runner

@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import StartupError
 
 if TYPE_CHECKING:  # they import torch, which takes seconds; the names of the phases are known without it
     from common.engine.config import EngineConfig
-    from common.engine.engine import Phase
+    from common.engine.engine import Engine
+    from common.engine.requests import Phase
     from common.startup.build import EngineBuilder
 
 GROUP = "infer.phases"
@@ -79,6 +81,26 @@ def find_phase(name: int | str) -> PhasePackage:
     return _import_unregistered(name)
 
 
+def build_engine(phase: int | str, config: EngineConfig) -> Engine:
+    """Build an engine of the phase that `find_phase` finds. Raises StartupError as `EngineBuilder` does."""
+    return find_phase(phase).build_engine(config)
+
+
+def lazy_names(module: str) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` (PEP 562), which takes names from a module that it imports at first use.
+
+    A phase's package so has its classes and `build_engine`, which need torch, and a process that only wants its
+    name and its options imports no torch.
+    """
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):  # asked for by Python itself, such as `__path__` of every module
+            raise AttributeError(name)
+        return getattr(importlib.import_module(module), name)
+
+    return find
+
+
 def _import_unregistered(name: str) -> PhasePackage:
     """Import an unregistered phase by its full module name. StartupError: there is no such phase."""
     unknown = StartupError(f"no phase {name!r}; there are {phases_in_words()}")
@@ -88,7 +110,7 @@ def _import_unregistered(name: str) -> PhasePackage:
         package = importlib.import_module(name)
     except ModuleNotFoundError:
         raise unknown from None
-    from common.engine.engine import Phase  # with torch, which a phase has imported
+    from common.engine.requests import Phase
 
     if not isinstance(getattr(package, "PHASE", None), Phase):  # some other module
         raise unknown

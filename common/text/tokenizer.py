@@ -27,12 +27,19 @@ class Tokenizer:
 
     Attributes:
         chat_template: renders conversations for this model; None if the checkpoint has no template.
+        files: the checkpoint's folder or GGUF file, from which it was read; None: from neither.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, vocab_size: int, chat_template: ChatTemplate | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        chat_template: ChatTemplate | None = None,
+        files: Path | None = None,
     ) -> None:
         self.backend = backend
+        self.files = files
         self.chat_template = chat_template
         self.vocab_size = vocab_size  # the model's
         known = backend.get_vocab_size(with_added_tokens=True)
@@ -54,7 +61,8 @@ class Tokenizer:
             StartupError: a file of the tokenizer cannot be read, or the chat template is invalid.
         """
         template = ChatTemplate.from_folder(folder, chat_template)
-        return cls(FolderVocabulary(folder).backend, vocab_size=vocab_size, chat_template=template)
+        backend = FolderVocabulary(folder).backend
+        return cls(backend, vocab_size=vocab_size, chat_template=template, files=folder)
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`, without tokenizing it.

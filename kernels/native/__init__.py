@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from kernels.cache_folder import default_cache
+
 logger = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -110,11 +112,6 @@ def _register_shapes() -> None:
     fake("infer::linear")(lambda x, _, outputs, *__: x.new_empty(x.shape[0], outputs))
     fake("infer::gated_linear")(lambda x, _, size, *__: x.new_empty(x.shape[0], size))
     fake("infer::attention")(lambda q, *_: q.new_empty(q.shape))
-
-
-def default_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/infer-phases`, by default `~/.cache/infer-phases`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer-phases"
 
 
 def _load(cache: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from common.engine.config import EngineConfig, resolve_device, resolve_dtype
+from common.devices.resolve import resolve_device, resolve_dtype
+from common.engine.config import EngineConfig
 from common.errors import StartupError
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import CPU, RememberingModel, byte_tokenizer, the_refusal, tiny_model

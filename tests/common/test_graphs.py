@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.devices.graphs import MOST_ROWS, graph_sizes
+from phase9_pipelined.config import MOST_ROWS, graph_sizes
 from tests.support.streams import StandIns
 
 

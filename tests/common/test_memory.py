@@ -15,6 +15,7 @@ import torch
 
 import common.startup.build
 import common.startup.memory
+import common.startup.process_memory
 import common.startup.sizing
 from common.engine.config import EngineConfig
 from common.errors import StartupError
@@ -253,14 +254,14 @@ def test_memory_that_torch_holds_unused_on_a_gpu_counts_as_free(monkeypatch: pyt
 
 def test_freed_memory_is_returned_and_living_objects_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = gc.get_freeze_count()
-    common.startup.memory.freeze_objects()
+    common.startup.process_memory.freeze_objects()
     assert gc.get_freeze_count() > frozen
     for platform in (sys.platform, "darwin"):  # another library's allocator is left alone
         monkeypatch.setattr(sys, "platform", platform)
-        common.startup.memory._malloc_trim.cache_clear()
-        common.startup.memory.return_freed_memory()
-    assert common.startup.memory._malloc_trim() is None
-    common.startup.memory._malloc_trim.cache_clear()
+        common.startup.process_memory._malloc_trim.cache_clear()
+        common.startup.process_memory.return_freed_memory()
+    assert common.startup.process_memory._malloc_trim() is None
+    common.startup.process_memory._malloc_trim.cache_clear()
 
 
 # ---------------------------------------------------------------------- taken memory

@@ -20,9 +20,8 @@ import common.sampling.draw
 from common.request import Request, SamplingParams
 from common.sampling.draw import choose, read_logprobs, sample
 from common.sampling.inputs import SamplingInputs, TokenMasks
-from kernels import native
+from kernels import NOT_A_TOKEN, native
 from kernels.dispatch import HAS_TRITON
-from kernels.draw import NOT_A_TOKEN
 from kernels.tape import record
 
 VOCAB = 40

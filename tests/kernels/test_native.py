@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import native
 from kernels.attention import native_attention
 from kernels.attention_layout import AttentionLayout
+from kernels.cache_folder import default_cache
 from kernels.few_rows_linear import linear
 from kernels.gated_act import ACTIVATIONS, gated_act_native, gated_act_reference
 from kernels.int8 import linear_int8_reference, quantize
@@ -257,6 +258,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import native
+from kernels.cache_folder import default_cache
 from kernels.gated_act import gated_act
 loaded = native.load_native_kernels(Path(sys.argv[1]))
 assert torch.equal(gated_act(torch.zeros(2, 6), "silu"), torch.zeros(2, 3))
@@ -285,7 +287,7 @@ class Workshop:
         self.calls = folder / "calls"
         self.calls.touch()
         self.compiler = folder / "c++"
-        library = next(native.default_cache().glob(f"{native.key_of_this_machine()}/*.so"))
+        library = next(default_cache().glob(f"{native.key_of_this_machine()}/*.so"))
         text = COMPILER.format(python=sys.executable, calls=str(self.calls), library=str(library))
         self.compiler.write_text(text)
         self.compiler.chmod(self.compiler.stat().st_mode | stat.S_IEXEC)

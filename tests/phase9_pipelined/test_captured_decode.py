@@ -13,11 +13,11 @@ import kernels.attention
 import phase9_pipelined
 import phase9_pipelined.runner
 import phase9_pipelined.seats
-from common.devices.graphs import graph_sizes
 from common.devices.streams import CudaStream, Pending, ThreadStream
 from common.request import SamplingParams
 from kernels.dispatch import HAS_TRITON
 from kernels.tape import Function
+from phase9_pipelined.config import graph_sizes
 from tests.support.engines import (
     add,
     assert_all_free,

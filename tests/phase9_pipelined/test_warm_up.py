@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import phase9_pipelined
-from common.devices.graphs import graph_sizes
 from common.devices.streams import TapeStream
 from common.engine.scheduling import StepPlan
 from common.request import SamplingParams
 from common.startup.warm_up import capture
 from kernels import native
+from phase9_pipelined.config import graph_sizes
 from tests.support.engines import assert_all_free, run
 from tests.support.pools import caching
 from tests.support.streams import StandIns, runner_of

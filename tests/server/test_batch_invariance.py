@@ -8,6 +8,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from common.hosting.local import LocalEngine
 from common.server.app import create_app
 from common.startup.phases import find_phase
 from kernels import native
@@ -20,7 +21,7 @@ def start(caplog: pytest.LogCaptureFixture, **options: bool) -> tuple[bool, str]
     caplog.set_level("INFO", "common.startup.build")
     package = find_phase("chunked")
     config = package.Config(model="zoo:llama-tiny", device="cpu", dtype="float32", max_seq_len=256, **options)
-    with TestClient(create_app(package.build_engine(config))) as client:
+    with TestClient(create_app(LocalEngine(package.build_engine(config)))) as client:
         invariant: bool = client.get("/version").json()["batch_invariant"]
         assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 5
     (line,) = (message for message in caplog.messages if message.startswith("loaded "))

@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 
 from common.engine.engine import Engine
 from common.hosting import calls as engine_calls
+from common.hosting.local import LocalEngine
 from common.observing.frames import FrameMaker
 from common.server.app import create_app
 from common.server.errors import ApiError
@@ -198,7 +199,7 @@ def test_steps_are_streamed_over_http(server: ServerProcess) -> None:
 
 def test_the_view_can_be_switched_off() -> None:
     with TestClient(
-        create_app(engine_of(), ServerOptions(served_model_name=["mine"], live_view=False))
+        create_app(LocalEngine(engine_of()), ServerOptions(served_model_name=["mine"], live_view=False))
     ) as client:
         assert_error(client.get("/steps"), 404, None, "live_view_off")
         page = client.get("/").text

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from common.hosting.local import LocalEngine
 from common.server.app import create_app
 from common.server.options import ServerOptions
 from common.startup.phases import find_phase
@@ -22,7 +23,7 @@ def client() -> Iterator[TestClient]:
     package = find_phase(10)
     config = package.Config(device="cpu", dtype="float32", max_seq_len=256, draft_rows=16)
     with TestClient(
-        create_app(package.build_engine(config), ServerOptions(served_model_name=["served"]))
+        create_app(LocalEngine(package.build_engine(config)), ServerOptions(served_model_name=["served"]))
     ) as client:
         yield client
 

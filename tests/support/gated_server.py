@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from common.server import logs
@@ -76,10 +75,8 @@ def main() -> None:
     orders = Path(tempfile.mkdtemp(prefix="gate-")) / "orders"
     os.mkfifo(orders)
     threading.Thread(target=obey, args=(orders,), daemon=True).start()
-    build_engine = functools.partial(gate.build_engine, package.PHASE.slug, orders)
-    gated = SimpleNamespace(PHASE=package.PHASE, Config=package.Config, build_engine=build_engine)
     configure_logging(options.log_level, options.log_format)
-    serve.serve(gated, options, config)
+    serve.serve(functools.partial(gate.build_engine, package.PHASE.slug, orders, config), options)
     serve.exit_at_once(0)
 
 

@@ -384,7 +384,9 @@ def app_with(
     """Return a client of an app with a small engine. `options` are the server's."""
     package = find_phase(phase)
     engine = package.build_engine(package.Config(model=model, device="cpu", dtype="float32", max_seq_len=64))
-    return TestClient(create_app(engine, ServerOptions(served_model_name=[MODEL], **options), hosts))
+    return TestClient(
+        create_app(LocalEngine(engine), ServerOptions(served_model_name=[MODEL], **options), hosts)
+    )
 
 
 class HeldTokenizer:
@@ -463,7 +465,7 @@ class StartedApp:
 
 @asynccontextmanager
 async def started(engine: Engine) -> AsyncIterator[StartedApp]:
-    app = create_app(engine, ServerOptions(served_model_name=[MODEL]))
+    app = create_app(LocalEngine(engine), ServerOptions(served_model_name=[MODEL]))
     async with app.router.lifespan_context(app):
         yield StartedApp(app)
 

@@ -22,6 +22,7 @@ from common.models.gguf.file import PLAIN, GGUFFile, GGUFTensor
 from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM
 from common.models.loader import fill_from
+from common.models.tokenizer_files import gguf_tokenizer
 from common.text.tokenizer import Tokenizer
 
 #: The name of an architecture in GGUF files -> its `model_type`. A `llama` with a window becomes `mistral`.
@@ -89,10 +90,8 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
-        return Tokenizer(
-            self.vocabulary.backend(),
-            vocab_size=self.config.vocab_size,
-            chat_template=self.vocabulary.chat_template(chat_template),
+        return gguf_tokenizer(
+            self.vocabulary, self.file.path, vocab_size=self.config.vocab_size, chat_template=chat_template
         )
 
 

@@ -24,14 +24,14 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from common.errors import StartupError
-from common.models.loader import read_fully
+
+if TYPE_CHECKING:  # a server's own process reads the header, and does without torch
+    from torch import Tensor
 
 #: The types that can be read. The types in `PLAIN` are not quantized.
 PLAIN = ("F32", "F16", "BF16")
@@ -77,6 +77,9 @@ class GGUFTensor:
             StartupError: the file ends early.
         """
         import gguf
+        import torch
+
+        from common.models.loader import read_fully
 
         kind = gguf.GGMLQuantizationType[self.kind]
         rows = self.shape[0] if self.heads else math.prod(self.shape[:-1])
@@ -100,6 +103,8 @@ class GGUFTensor:
         In a head of size d, llama.cpp rotates pairs of neighbouring coordinates, and Hugging Face's code pairs of
         coordinates i and i + d/2. So the converter stores the rows of a head as 0, d/2, 1, d/2 + 1, ...
         """
+        import torch
+
         order = torch.arange(rows)
         return order.view(self.heads, 2, -1).transpose(1, 2).reshape(-1) if self.heads else order
 

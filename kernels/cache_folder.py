@@ -1,0 +1,11 @@
+"""The folder for what is built or downloaded once on a machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def default_cache() -> Path:
+    """Return `$XDG_CACHE_HOME/infer-phases`, by default `~/.cache/infer-phases`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infer-phases"
