@@ -33,7 +33,7 @@ Modules beside this path:
 | `api/lanes` | the threads for long work: compiling, tokenizing, encoding |
 | `api/fields`, `api/wanted` | what the fields of all bodies have in common; the fields that ask for text |
 | `api/tools`, `api/tokens` | tools of a body; tokenizing without an answer |
-| `api/shapes`, `api/response_items`, `api/logprobs` | the objects of answers, and what they are made of |
+| `api/response_items`, `api/logprobs` | items of responses, and their store; log-probabilities |
 | `http/sockets` | listening; limits of the operating system |
 | `errors` | the JSON shape of errors, and their statuses |
 | `openapi` | what the OpenAPI document says of answers |

@@ -14,7 +14,7 @@ from starlette.types import Message
 from cluster.forwarding import Forwarded, call, collect, replica_lost
 from common.engine.engine import Engine
 from common.errors import EngineDeadError
-from common.server.api.shapes import event
+from common.server.api.stream import event
 from common.server.app import create_app
 from common.server.errors import unavailable
 from common.server.options import CommonOptions

@@ -8,15 +8,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
 
 import orjson
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from common.hosting.async_engine import RequestStream, WakeUp
 from common.request import StepOutput, TokenLogprobs
 from common.server.api.lanes import Lane
 from common.server.api.parts import ArgumentsPart, CallPart, Part, PartsReader, TextPart, new_reader
-from common.server.api.shapes import AnswerOrigin, AnswerTokens, Logprobs, Usage, event
+from common.server.api.stream import event
 from common.server.api.wanted import GenerationRequest, Shown
 from common.server.errors import ApiError, from_exception
 from common.text.dialect import Dialect, opens_thought
@@ -29,6 +31,73 @@ LARGE_ANSWER = 512
 #: Number of a prompt's last tokens that are decoded to find out whether the prompt ends with `<think>`, which
 #: opens a thought. Only white space may follow this marker.
 THOUGHT_TOKENS = 8
+
+
+class Origin(TypedDict):
+    """Fields that say when and by which server an answer was made."""
+
+    created: Annotated[int, Field(description="seconds since 1970")]
+    model: str
+    system_fingerprint: Annotated[
+        str, Field(description="a name for the version, the phase, the model and its number types together")
+    ]
+
+
+class AnswerOrigin(Origin, closed=True):
+    """The fields of `Origin`, and no others, which each chunk of an answer repeats."""
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: Annotated[
+        int, Field(description="prompt tokens found in the prefix cache; 0 in phases without one")
+    ]
+
+
+class CompletionTokensDetails(TypedDict):
+    accepted_prediction_tokens: Annotated[
+        int, Field(description="guesses that came true (phase 10), from `prediction` or from the text so far")
+    ]
+    rejected_prediction_tokens: Annotated[
+        int, Field(description="guesses that were wrong: computed, but not part of the answer")
+    ]
+    reasoning_tokens: Annotated[
+        int, Field(description="tokens of the thoughts, which are kept apart from the answer")
+    ]
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class AnswerTokens(TypedDict):
+    """Fields of a choice that are present only if they have a value or are asked for."""
+
+    stop_reason: NotRequired[
+        Annotated[str | int, Field(description="the stop string, or the id of the stop token, that ended it")]
+    ]
+    token_ids: NotRequired[Annotated[list[int], Field(description="with `return_token_ids`")]]
+
+
+class Logprobs(TypedDict):
+    """Four lists with an entry for each token: first the tokens of an echoed prompt, then those of the answer.
+
+    A prompt's first token has no log-probability, and no token of a prompt that was not scored has one. The
+    entries of these tokens in `token_logprobs` and `top_logprobs` are null.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[
+        list[int], Field(description="characters of the choice's text that came before the token's")
+    ]
+
+
+# ---------------------------------------------------------------------- an answer and its choices
 
 
 @dataclass(slots=True)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from common.request import FinishReason, StepOutput
-from common.server.api.answer import Answer, Choice
+from common.server.api.answer import Answer, AnswerTokens, Choice, Usage
 from common.server.api.completions import (
     OPENAI_FINISH_REASONS,
+    Header,
     PlainChunks,
+    PromptTokens,
     answer_tokens,
     engine_reason,
     show_prompt,
@@ -30,20 +33,8 @@ from common.server.api.conversation import (
     text_of,
 )
 from common.server.api.fields import Fields
-from common.server.api.logprobs import chat_logprobs
+from common.server.api.logprobs import ChatLogprobs, chat_logprobs
 from common.server.api.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from common.server.api.shapes import (
-    AssistantMessage,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChatReason,
-    Delta,
-    FunctionDelta,
-    Text,
-    Usage,
-)
 from common.server.api.stream import while_connected
 from common.server.api.tools import CHOICE, ToolChoice
 from common.server.api.wanted import NewTokens, Whole
@@ -123,6 +114,92 @@ class ChatRequest(ConversationRequest):
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", 'only with "logprobs": true')
         self.check_messages(self.messages)
+
+
+# ---------------------------------------------------------------------- the answer's objects
+
+ChatReason = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: Annotated[str, Field(description="JSON; incomplete if the answer was cut off within the call")]
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: Annotated[str | None, Field(description="null beside tool calls, if there is no text")]
+    refusal: None
+    reasoning_content: NotRequired[
+        Annotated[str | None, Field(description="the model's thoughts, if its template has markers for them")]
+    ]
+    tool_calls: NotRequired[Annotated[list[ToolCall], Field(description="if there are any")]]
+
+
+class ChatChoice(AnswerTokens):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Annotated[ChatReason, Field(description="`tool_calls` after complete calls")]
+
+
+class ChatCompletion(Header, PromptTokens):
+    """The JSON answer of chat."""
+
+    object: Literal["chat.completion"]
+    store: NotRequired[Annotated[Literal[False], Field(description="for a request with `store` true")]]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: Annotated[str, Field(description="a piece; empty beside the name")]
+
+
+class ToolCallDelta(TypedDict):
+    """The beginning of a tool call, with `id`, `type` and name, or a piece of the call's arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class Delta(TypedDict):
+    role: NotRequired[Annotated[Literal["assistant"], Field(description="in a choice's first chunk")]]
+    content: NotRequired[Annotated[str | None, Field(description="null: no text yet, and perhaps none")]]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Annotated[list[ToolCallDelta], Field(min_length=1, max_length=1)]]
+
+
+class ChatChunkChoice(AnswerTokens):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatReason | None
+
+
+class RenderedChat(TypedDict):
+    """The answer of `/apply-template`."""
+
+    prompt: str
+
+
+class ChatCompletionChunk(Header, PromptTokens):
+    """The `data` of an event in a stream of chat, except errors and `[DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: Annotated[
+        list[ChatChunkChoice], Field(max_length=1, description="empty in the one with the usage of all")
+    ]
+    usage: NotRequired[Annotated[Usage | None, Field(description="only if asked for")]]
 
 
 # ---------------------------------------------------------------------- the answer
@@ -273,11 +350,11 @@ async def create_chat_completion(request: Request, service: Served, wanted: Chat
     return await generate(request, service, wanted, ChatChunks, "chatcmpl-")
 
 
-@router.post("/apply-template", **answers(Text, OF_BODIES))
+@router.post("/apply-template", **answers(RenderedChat, OF_BODIES))
 async def apply_template(request: Request, service: Served, wanted: ChatRequest) -> Response:
     """Return the text that the body of a chat becomes, as llama.cpp's route of this name does."""
 
-    def render() -> Text:
+    def render() -> RenderedChat:
         (text,) = wanted.prompts(service.dialect)
         return {"prompt": text.replace(BREAK, "")}
 

@@ -31,35 +31,32 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NotRequired, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from common.request import FinishReason, StepOutput
-from common.server.api.answer import Answer, Choice, Prompt, WireFormat, is_first
-from common.server.api.fields import Text
-from common.server.api.logprobs import completion_logprobs, prompt_logprobs
-from common.server.api.shapes import (
+from common.server.api.answer import (
+    Answer,
     AnswerTokens,
-    ChatCompletionChunk,
-    ChunkChoice,
-    Completion,
-    CompletionChunk,
-    CompletionEvent,
-    ErrorEvent,
-    OpenAIReason,
-    PlainCompletion,
-    PromptTokens,
-    ShownTokens,
+    Choice,
+    Logprobs,
+    Origin,
+    Prompt,
     Usage,
-    event,
+    WireFormat,
+    is_first,
 )
+from common.server.api.fields import Text
+from common.server.api.logprobs import PromptLogprobs, completion_logprobs, prompt_logprobs
+from common.server.api.stream import event
 from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, TokenId, Whole, no_limit
-from common.server.errors import ApiError, from_exception, refused
+from common.server.errors import ApiError, ErrorResponse, from_exception, refused
 from common.server.openapi import OF_TEXT, answers, event_stream
 from common.server.routes import JsonRoute, generate
 from common.server.service import Served
@@ -172,6 +169,101 @@ class CompletionRequest(GenerationRequest):
             raise refused("best_of", "not implemented; send the value of n, or leave it out")
 
 
+# ---------------------------------------------------------------------- the answer's objects
+
+OpenAIReason = Literal["stop", "length"]
+
+
+class ErrorEvent(ErrorResponse):
+    """The `data` of the event that ends a failed choice of completions or chat. `choices` names the failed choice
+    if the answer has several."""
+
+    choices: NotRequired[list[Mapping[str, object]]]
+
+
+class Header(Origin):
+    """Fields of the JSON answer, and of each chunk of a stream, of completions and chat."""
+
+    id: str
+
+
+class PromptTokens(TypedDict):
+    """Fields about the prompt that are present only if asked for."""
+
+    prompt_token_ids: NotRequired[
+        Annotated[list[int], Field(description="with `return_token_ids`; in a stream, once")]
+    ]
+    prompt_logprobs: NotRequired[
+        Annotated[
+            PromptLogprobs | None,
+            Field(
+                description="by token id, for each token of the prompt; null for the first; in a stream, once"
+            ),
+        ]
+    ]
+
+
+class ShownTokens(AnswerTokens, PromptTokens):
+    """Fields about the answer's tokens and the prompt's, in a completion's choice.
+
+    Chat has the fields about the prompt beside its choices, not in them.
+    """
+
+
+class CompletionChoice(ShownTokens):
+    index: Annotated[int, Field(description="prompt × n + j")]
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: OpenAIReason
+
+
+class ChunkChoice(ShownTokens):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: OpenAIReason | None
+
+
+class TextHeader(Header):
+    object: Literal["text_completion"]
+
+
+class PlainCompletion(TextHeader):
+    """The JSON answer of completions in OpenAI's form."""
+
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Completion(PlainCompletion):
+    """The JSON answer of `/v1/completions`: OpenAI's, with the engine's own finish reason."""
+
+    finish_reason: Annotated[FinishReason, Field(description="the engine's reason of choice 0")]
+
+
+class TextChunk(TextHeader):
+    """Fields of every chunk of a completion's stream."""
+
+    choices: Annotated[
+        list[ChunkChoice], Field(max_length=1, description="empty in the one with the usage of all")
+    ]
+
+
+class CompletionChunk(TextChunk):
+    """A chunk of a completion's stream in OpenAI's form."""
+
+    usage: NotRequired[Annotated[Usage | None, Field(description="only if asked for")]]
+
+
+class CompletionEvent(TextChunk):
+    """The `data` of a `token`, `done` or `usage` event: an OpenAI chunk with further fields."""
+
+    token: NotRequired[Annotated[str, Field(description="`token`: the text that this token completed")]]
+    token_id: NotRequired[Annotated[int | None, Field(description="`token`")]]
+    finish_reason: NotRequired[Annotated[FinishReason, Field(description="`done`: the engine's reason")]]
+    usage: NotRequired[Annotated[Usage, Field(description="`done`, `usage`, and `token` if asked for")]]
+
+
 # ---------------------------------------------------------------------- OpenAI's streams
 
 ChoiceT = TypeVar("ChoiceT")
@@ -205,8 +297,8 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
         """Yield one choice object for each chunk that an output needs."""
 
     @abstractmethod
-    def chunk(self, choices: list[ChoiceT]) -> CompletionChunk | ChatCompletionChunk:
-        """Return a chunk with these choice objects."""
+    def chunk(self, choices: list[ChoiceT]) -> Any:
+        """Return a chunk, an object, with these choice objects."""
 
     @abstractmethod
     def empty_choice(self, choice: Choice) -> Mapping[str, object]:

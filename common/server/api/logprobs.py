@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
 import orjson
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from common.request import StepOutput, TokenLogprobs
-from common.server.api.answer import Answer, Choice, Prompt, is_first
-from common.server.api.shapes import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    ChatTokenLogprobs,
-    Logprobs,
-    PromptLogprob,
-    PromptLogprobs,
-)
+from common.server.api.answer import Answer, Choice, Logprobs, Prompt, is_first
 from common.text.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: Annotated[int, Field(ge=1, description="among all tokens, 1 for the likeliest")]
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatTokenLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: Annotated[
+        list[int], Field(description="the token's bytes in UTF-8, perhaps a part of a character")
+    ]
+
+
+class ChatTokenLogprobs(ChatTokenLogprob):
+    top_logprobs: Annotated[list[ChatTokenLogprob], Field(description="most likely first")]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities in a choice of chat. `content` has one entry for each sampled token."""
+
+    content: list[ChatTokenLogprobs]
+    refusal: None
 
 
 def completion_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutput]) -> Logprobs | None:

@@ -46,8 +46,7 @@ from common.server.api.answer import Answer, Choice, ItemFormat
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.fields import Fields, OneText, Parts, by_type, note
 from common.server.api.parts import CallPart, Part, ReasoningPart
-from common.server.api.shapes import event
-from common.server.api.stream import while_connected
+from common.server.api.stream import event, while_connected
 from common.server.api.tools import (
     CalledFunction,
     FunctionFields,

@@ -51,7 +51,7 @@ from common.server.api.conversation import (
     refuse_long,
 )
 from common.server.api.fields import Fields, naming
-from common.server.api.logprobs import response_logprobs
+from common.server.api.logprobs import ChatTokenLogprobs, response_logprobs
 from common.server.api.parts import CallPart, Part, ReasoningPart, TextPart
 from common.server.api.response_items import (
     ITEMS,
@@ -69,8 +69,7 @@ from common.server.api.response_items import (
     messages_of,
     owner_of,
 )
-from common.server.api.shapes import ChatTokenLogprobs, event
-from common.server.api.stream import while_connected
+from common.server.api.stream import event, while_connected
 from common.server.api.tools import (
     BY_CHOICE,
     CHOICE,

@@ -22,6 +22,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import orjson
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
@@ -35,6 +36,12 @@ T = TypeVar("T")
 
 # The library would cut all streams at the server's shutdown. `common.server.run.Server` lets them end.
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+
+
+def event(data: Mapping[str, object], name: str | None = None) -> bytes:
+    """Encode one server-sent event. JSON has no raw line ends, so `data` is always one line."""
+    line = b"data: %b\n\n" % orjson.dumps(data)
+    return line if name is None else b"event: %b\n%b" % (name.encode(), line)
 
 
 class EventStream(EventSourceResponse):

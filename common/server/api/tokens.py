@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from common.server.api.bodies import Body, Limits, check_model
 from common.server.api.conversation import Messages, TemplateOptions
-from common.server.api.shapes import Text, Tokens
 from common.server.api.stream import while_connected
 from common.server.api.wanted import TokenId
 from common.server.errors import json_response, refused
@@ -73,6 +73,17 @@ class DetokenizeRequest(Body):
         unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
         if unknown is not None:
             raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: Annotated[list[str] | None, Field(description="as the tokenizer spells them, if asked for")]
+
+
+class Text(TypedDict):
+    prompt: str
 
 
 @router.post("/tokenize", **answers(Tokens, OF_BODIES))

@@ -32,7 +32,7 @@ from common.errors import ShuttingDownError
 from common.hosting.async_engine import AsyncEngine
 from common.hosting.calls import EngineCalls
 from common.observing.frames import Frame, Header, header
-from common.server.api.shapes import event
+from common.server.api.stream import event
 from common.server.errors import from_exception, unavailable
 
 MAX_VIEWERS = 8
