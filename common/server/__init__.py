@@ -36,7 +36,6 @@ Modules beside this path:
 | `api/response_items`, `api/logprobs` | items of responses, and their store; log-probabilities |
 | `http/sockets` | listening; limits of the operating system |
 | `errors` | the JSON shape of errors, and their statuses |
-| `openapi` | what the OpenAPI document says of answers |
 | `logs`, `metrics` | lines of the log; numbers for Prometheus |
 | `page/` | the web page at `/`; steps and traces of the running engine; `viewer/` draws the steps |
 """

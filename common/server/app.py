@@ -26,8 +26,8 @@ from common.server.http.middleware import (
 )
 from common.server.logs import Pulse
 from common.server.metrics import Metrics
-from common.server.openapi import openapi_document
 from common.server.options import ServerOptions
+from common.server.routes import openapi_document
 from common.server.service import Service
 from common.version import project_version
 

@@ -18,8 +18,8 @@ from common.models.generation_config import origin_of
 from common.server.api.bodies import check_model
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError, json_response
-from common.server.openapi import answers
 from common.server.page.page import PAGE_HEADERS
+from common.server.routes import answers
 from common.server.service import Served, Service
 from common.version import project_version
 

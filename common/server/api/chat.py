@@ -39,8 +39,7 @@ from common.server.api.stream import while_connected
 from common.server.api.tools import CHOICE, ToolChoice
 from common.server.api.wanted import NewTokens, Whole
 from common.server.errors import json_response, refused
-from common.server.openapi import OF_BODIES, OF_TEXT, answers, event_stream
-from common.server.routes import JsonRoute, generate
+from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served
 from common.text.chat_template import BREAK
 

@@ -57,8 +57,7 @@ from common.server.api.logprobs import PromptLogprobs, completion_logprobs, prom
 from common.server.api.stream import event
 from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, TokenId, Whole, no_limit
 from common.server.errors import ApiError, ErrorResponse, from_exception, refused
-from common.server.openapi import OF_TEXT, answers, event_stream
-from common.server.routes import JsonRoute, generate
+from common.server.routes import OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served
 from common.text.dialect import Dialect
 

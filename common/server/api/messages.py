@@ -58,8 +58,7 @@ from common.server.api.tools import (
 )
 from common.server.api.wanted import StopString
 from common.server.errors import ErrorDetail, MessagesError, from_exception, json_response, refused
-from common.server.openapi import OF_BODIES, OF_TEXT, answers, event_stream
-from common.server.routes import JsonRoute, generate
+from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served
 
 router = APIRouter(route_class=JsonRoute)

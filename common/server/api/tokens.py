@@ -15,8 +15,7 @@ from common.server.api.conversation import Messages, TemplateOptions
 from common.server.api.stream import while_connected
 from common.server.api.wanted import TokenId
 from common.server.errors import json_response, refused
-from common.server.openapi import OF_BODIES, answers
-from common.server.routes import JsonRoute
+from common.server.routes import OF_BODIES, JsonRoute, answers
 from common.server.service import Served
 from common.text.dialect import Dialect
 
