@@ -31,7 +31,7 @@ Modules beside this path:
 | `service` | the objects that all routes share |
 | `state` | the routes that make no text: models, health, telemetry, traces, administration |
 | `api/lanes` | the threads for long work: compiling, tokenizing, encoding |
-| `api/fields`, `api/wanted` | what the fields of all bodies have in common; the fields that ask for text |
+| `api/wanted` | the fields that ask for text |
 | `api/tools`, `api/tokens` | tools of a body; tokenizing without an answer |
 | `api/response_items`, `api/logprobs` | items of responses, and their store; log-probabilities |
 | `http/sockets` | listening; limits of the operating system |

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from cluster.options import ClusterOptions
+from common.server.api.bodies import HINTS, UNIMPLEMENTED
 from common.server.api.chat import ChatRequest
 from common.server.api.completions import CompletionRequest
-from common.server.api.fields import HINTS, UNIMPLEMENTED
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
 from common.server.api.wanted import GenerationRequest

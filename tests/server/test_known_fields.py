@@ -14,10 +14,9 @@ from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.responses import ResponseTextConfigParam
 from openai.types.shared_params import Reasoning as ReasoningParam
 
-from common.server.api.bodies import Body, Limits, parse
+from common.server.api.bodies import HINTS, MOST_NAMES, UNIMPLEMENTED, Body, Limits, parse
 from common.server.api.chat import ChatRequest
 from common.server.api.completions import CompletionRequest
-from common.server.api.fields import HINTS, MOST_NAMES, UNIMPLEMENTED
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ReasoningOptions, ResponsesRequest, TextOptions
 from common.server.api.wanted import StreamOptions

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from common.request import FinishReason, StepOutput
 from common.server.api.answer import Answer, AnswerTokens, Choice, Usage
+from common.server.api.bodies import Fields
 from common.server.api.completions import (
     OPENAI_FINISH_REASONS,
     Header,
@@ -32,7 +33,6 @@ from common.server.api.conversation import (
     ReasoningEffort,
     text_of,
 )
-from common.server.api.fields import Fields
 from common.server.api.logprobs import ChatLogprobs, chat_logprobs
 from common.server.api.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
 from common.server.api.stream import while_connected

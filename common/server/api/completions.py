@@ -52,10 +52,9 @@ from common.server.api.answer import (
     WireFormat,
     is_first,
 )
-from common.server.api.fields import Text
 from common.server.api.logprobs import PromptLogprobs, completion_logprobs, prompt_logprobs
 from common.server.api.stream import event
-from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, TokenId, Whole, no_limit
+from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, Text, TokenId, Whole, no_limit
 from common.server.errors import ApiError, ErrorResponse, from_exception, refused
 from common.server.routes import OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served

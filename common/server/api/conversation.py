@@ -15,9 +15,9 @@ from pydantic_core import from_json
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import Function, ToolUse, behind_thought, told_in_messages
 from common.errors import InvalidGrammarError, InvalidRequestError
-from common.server.api.fields import OLD_TOOLS, Fields, OneText, Parts, by_type, naming
+from common.server.api.bodies import OLD_TOOLS, Fields, OneText, Parts, by_type
 from common.server.api.tools import ToolCall, Tools, functions_of, log_once, tool_use_of
-from common.server.api.wanted import GenerationRequest
+from common.server.api.wanted import GenerationRequest, naming
 from common.server.errors import refused, shorten
 from common.text.chat_template import FOR_TOOLS, RESERVED, ChatTemplate
 from common.text.conversation import continues, joined

@@ -43,8 +43,8 @@ from common.constrained.grammar import Grammar
 from common.request import StepOutput
 from common.server.api import conversation as chat
 from common.server.api.answer import Answer, Choice, ItemFormat
+from common.server.api.bodies import Fields, OneText, Parts, by_type, note
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
-from common.server.api.fields import Fields, OneText, Parts, by_type, note
 from common.server.api.parts import CallPart, Part, ReasoningPart
 from common.server.api.stream import event, while_connected
 from common.server.api.tools import (

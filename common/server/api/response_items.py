@@ -32,8 +32,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import orjson
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
+from common.server.api.bodies import Fields, OneText, Parts, by_type
 from common.server.api.conversation import ChatMessage, Label, message
-from common.server.api.fields import Fields, OneText, Parts, by_type
 from common.server.api.tools import CalledFunction, ToolCall
 from common.server.errors import ApiError, refused, shorten
 

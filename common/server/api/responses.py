@@ -40,7 +40,7 @@ from common.constrained.schemas import size
 from common.constrained.tool_calls import Function
 from common.request import StepOutput
 from common.server.api.answer import Answer, Choice, ItemFormat
-from common.server.api.bodies import MAX_BODY_BYTES, too_large
+from common.server.api.bodies import MAX_BODY_BYTES, Fields, too_large
 from common.server.api.conversation import (
     EFFORT,
     VERBOSITY,
@@ -50,7 +50,6 @@ from common.server.api.conversation import (
     message,
     refuse_long,
 )
-from common.server.api.fields import Fields, naming
 from common.server.api.logprobs import ChatTokenLogprobs, response_logprobs
 from common.server.api.parts import CallPart, Part, ReasoningPart, TextPart
 from common.server.api.response_items import (
@@ -81,7 +80,7 @@ from common.server.api.tools import (
     functions_of,
     log_once,
 )
-from common.server.api.wanted import NewTokens, Whole
+from common.server.api.wanted import NewTokens, Whole, naming
 from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused, shorten
 from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function, ToolUse, call_for_template
 from common.errors import InvalidGrammarError
-from common.server.api.fields import Fields
+from common.server.api.bodies import Fields
 from common.server.errors import refused
 
 logger = logging.getLogger(__name__)
