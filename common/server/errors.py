@@ -292,17 +292,13 @@ async def answer_nobody(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-#: The app's error handlers. An error of the engine that a route lets pass goes to `answer_api_error`.
+#: The app's error handlers. `from_exception` knows all errors of the engine; a few of them reach a handler, such as
+#: those of a server that shuts down.
 HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: answer_api_error,
-    InvalidRequestError: answer_api_error,
-    QueueFullError: answer_api_error,
     ShuttingDownError: answer_api_error,
-    RequestTimeoutError: answer_api_error,
     EngineDeadError: answer_api_error,
-    GrammarFailedError: answer_api_error,
-    NaNLogitsError: answer_api_error,
-    NoTokenLeftError: answer_api_error,
+    InvalidRequestError: answer_api_error,
     HTTPException: answer_http_error,
     RequestValidationError: answer_invalid_query,
     ClientDisconnect: answer_nobody,

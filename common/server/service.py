@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,17 +18,13 @@ from common.server.api.bodies import Bodies, Body, Limits
 from common.server.api.intake import Intake
 from common.server.api.lanes import Admission
 from common.server.api.response_items import ResponseStore
+from common.server.api.tools import log_once
 from common.server.errors import unavailable
 from common.server.options import ServerOptions
 from common.server.page.live_view import LiveView, Recordings
 from common.server.page.page import render_page
 from common.text.dialect import Dialect
 from common.version import project_version
-
-logger = logging.getLogger(__name__)
-
-#: Most ignored fields that the log names in a server's life: clients make up their names.
-MOST_LOGGED_FIELDS = 256
 
 
 class Service:
@@ -59,19 +54,12 @@ class Service:
         self.page = render_page(engine, self.model_name, live_view=options.live_view)
         self.recordings = Recordings(engine)
         self._step_timeout_s = options.step_timeout
-        self._logged_fields: set[str] = set()  # ignored fields that the log has named
 
     def note_ignored(self, request: Request, body: Body) -> None:
-        """Name the unknown fields of a body in the answer's header `x-infer-ignored` and, each once, in the log."""
-        if not body.ignored:
-            return
-        request.state.ignored = ",".join(body.ignored.values())
-        room = MOST_LOGGED_FIELDS - len(self._logged_fields)
-        new = [path for path in body.ignored if path not in self._logged_fields][:room]
-        self._logged_fields.update(new)
-        if new:
-            last = "; no further fields are named" if len(new) == room else ""
-            logger.info("unknown fields are ignored: %s%s", ", ".join(new), last)
+        """Name the unknown fields of a body in the answer's header `x-infer-ignored`, and once in the log."""
+        if body.ignored:
+            request.state.ignored = ",".join(body.ignored.values())
+            log_once(f"unknown fields are ignored: {', '.join(body.ignored)}")
 
     def require_health(self) -> None:
         """Check that the engine works: if not, only a new process helps.

@@ -21,7 +21,6 @@ from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ReasoningOptions, ResponsesRequest, TextOptions
 from common.server.api.wanted import StreamOptions
 from common.server.errors import ApiError
-from common.server.service import MOST_LOGGED_FIELDS
 from tests.support.servers import PREFIXES, ServerProcess, app_with, assert_error
 
 LIMITS = Limits(models=("served",), max_choices=64, vocab_size=1000)
@@ -100,8 +99,8 @@ def test_unknown_fields_are_ignored_and_named(server: ServerProcess) -> None:
 
 def test_made_up_names_fill_neither_header_nor_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), app_with() as client:
-        for turn in range(40):
-            fields = {f"{turn}-{number}-" + "x" * 2000: 1 for number in range(50)}
+        fields = {f"{number}-" + "x" * 2000: 1 for number in range(50)}
+        for _ in range(2):
             answer = client.post(
                 "/v1/completions", json=COMPLETION | {"max_tokens": 1, "stream": False} | fields
             )
@@ -109,9 +108,8 @@ def test_made_up_names_fill_neither_header_nor_log(caplog: pytest.LogCaptureFixt
             named = answer.headers["x-infer-ignored"].split(",")
             assert len(named) == MOST_NAMES
             assert all(len(name) < 100 for name in named)
-    lines = [message for message in caplog.messages if message.startswith("unknown fields")]
-    assert sum(line.count("xxx?") for line in lines) == MOST_LOGGED_FIELDS
-    assert len(lines) == MOST_LOGGED_FIELDS / MOST_NAMES
+    (line,) = [message for message in caplog.messages if message.startswith("unknown fields")]
+    assert line.count("xxx?") == MOST_NAMES
 
 
 def test_strict_fields_refuses_them() -> None:

@@ -24,8 +24,8 @@ from common.server.errors import ApiError, from_exception
 from common.text.dialect import Dialect, opens_thought
 from common.text.tokenizer import Tokenizer
 
-#: Most entries (tokens, and tokens named in log-probabilities) that are encoded on the event loop, which takes a
-#: millisecond. A JSON answer with more entries, or an event with more about its prompt, is encoded in a thread.
+#: Most new tokens of a JSON answer that is encoded on the event loop. Longer answers, and all log-probabilities of
+#: prompts, are encoded in a thread.
 LARGE_ANSWER = 512
 
 #: Number of a prompt's last tokens that are decoded to find out whether the prompt ends with `<think>`, which
@@ -381,7 +381,7 @@ class ItemFormat(WireFormat):
 async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes]:
     """Yield the events of an answer's stream, from its opening to its closing, as outputs arrive.
 
-    Events with many entries about a prompt (see `LARGE_ANSWER`) are made in a thread.
+    Events with log-probabilities of a prompt, a choice's first, are made in a thread.
     """
     answer = wire.answer
     if opening := wire.opening():
@@ -390,7 +390,7 @@ async def stream_events(wire: WireFormat, encoding: Lane) -> AsyncIterator[bytes
         events = []
         for choice, output in answer.ready(arrived):
             choice.latest = output
-            if _is_large(answer, choice, output):
+            if answer.shown.scores_prompts and output.completion_tokens <= 1:
                 events.append(await encoding.run(functools.partial(wire.events, choice, output)))
             else:
                 events.append(wire.events(choice, output))
@@ -418,27 +418,8 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
     def encode() -> bytes:
         return orjson.dumps(wire.whole(said))
 
-    entries = sum(_prompt_entries(answer, choice) for choice in answer.choices)
-    entries += sum(len(outputs) * _entries_per_token(outputs[0]) for outputs in said)
-    return await encoding.run(encode) if entries > LARGE_ANSWER else encode()
-
-
-def _is_large(answer: Answer, choice: Choice, output: StepOutput) -> bool:
-    """True if an output's events may be too large to encode on the event loop: a choice's first events also show
-    the prompt's tokens, if asked for."""
-    first = output.completion_tokens <= 1
-    return first and not answer.text_only and _prompt_entries(answer, choice) > LARGE_ANSWER
-
-
-def _prompt_entries(answer: Answer, choice: Choice) -> int:
-    """Return the number of entries (tokens, log-probabilities) about the prompt in a choice's first output."""
-    shown, tokens = answer.shown, len(choice.prompt.token_ids)
-    named = [shown.prompt_logprobs, shown.logprobs if shown.echo else None]
-    return tokens * (shown.token_ids + sum(1 + count for count in named if count is not None))
-
-
-def _entries_per_token(output: StepOutput) -> int:
-    return 1 if output.logprobs is None else 1 + len(output.logprobs.top)
+    is_large = answer.shown.scores_prompts or sum(map(len, said)) > LARGE_ANSWER
+    return await encoding.run(encode) if is_large else encode()
 
 
 async def arriving(streams: Sequence[RequestStream]) -> AsyncIterator[list[tuple[int, StepOutput]]]:

@@ -36,7 +36,6 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from common.constrained.grammar import Grammar
-from common.constrained.schemas import size
 from common.constrained.tool_calls import Function
 from common.request import StepOutput
 from common.server.api.answer import Answer, Choice, ItemFormat
@@ -89,9 +88,6 @@ router = APIRouter(route_class=JsonRoute)
 
 Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS, ENCRYPTED = get_args(Includable)
-
-#: Most bytes of the fields that a response repeats from its request. A stream has these fields three times.
-MAX_SETTINGS = 2**18
 
 #: `sequence_number` of the first event that `lost` returns. Every event that was sent has a lower number.
 AFTER_ALL = 2**31
@@ -432,16 +428,6 @@ class ResponsesRequest(ConversationRequest):
         refuse_long("input", self.turns)
         if self.top_logprobs and self.reported_logprobs is None:
             raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
-        with naming("text.format.schema"):
-            settings = size([self._format.schema_, *(each.parameters for each in self.told_functions)])
-        if settings <= MAX_SETTINGS:
-            settings = len(orjson.dumps(self.settings(1.0, 1.0)))
-        if settings > MAX_SETTINGS:
-            raise refused(
-                "instructions",
-                f"with tools and the like {settings} bytes, which a stream repeats three times; at most "
-                f"{MAX_SETTINGS} are taken. Send long texts in input",
-            )
 
     def _check_form(self) -> None:
         super()._check_form()
