@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.models import WordLevel
 
-from common.server.api import parts as parts_module
 from common.server.api.parts import (
     ArgumentsPart,
     Brackets,
@@ -91,7 +89,7 @@ TEXTS: dict[type[PartsReader], dict[str, Case]] = {
             "Now I < wait.",
             ROME,
         ),
-        "a call in a broken one": (BROKEN + HERMES, BROKEN, ROME),
+        "a broken call": no_call(BROKEN),
         "without an end": (HERMES.removesuffix("\n</tool_call>"), "", ROME),
         "twice without an end": (HERMES.removesuffix("</tool_call>") + HERMES, "", ROME * 2),
         "arguments first": (tagged('{"arguments": {"city": "Rome"}, "name": "weather"}'), "", ROME),
@@ -104,11 +102,7 @@ TEXTS: dict[type[PartsReader], dict[str, Case]] = {
             one_call(**NESTED),
         ),
         "broken off in its arguments": (HERMES.replace('"Rome"}}', "12"), "", [("weather", '{"city": 12\n')]),
-        "a number that no float holds": (
-            tagged('{"arguments": {"city": 1e999}, "name": "weather"}'),
-            "",
-            one_call(city=sys.float_info.max),
-        ),
+        "a number that no float holds": no_call(tagged('{"arguments": {"city": 1e999}, "name": "weather"}')),
         "a name of no tool": no_call("So: " + HERMES.replace("weather", "w")),
         "half a character": no_call(tagged(r'{"arguments": {"city": "\ud83d"}, "name": "weather"}')),
         "arguments as no JSON": no_call(tagged('{"name": "weather", "arguments": "Rome"}')),
@@ -141,11 +135,7 @@ TEXTS: dict[type[PartsReader], dict[str, Case]] = {
             one_call(**NESTED),
         ),
         "a dict": ('[weather(**{"city": "Rome"})]', "", ROME),
-        "a number that no float holds": (
-            "[weather(city=[-1e999])]",
-            "",
-            one_call(city=[-sys.float_info.max]),
-        ),
+        "a number that no float holds": no_call("[weather(city=[-1e999])]"),
         "text behind a call": ("[weather(city='Rome')], I say", ", I say", ROME),
         "another name": no_call("[rain(a=1)]"),
         "a dict as a key": no_call("[weather(city={{}})]"),
@@ -244,8 +234,7 @@ ENDLESS: dict[str, tuple[type[PartsReader], str, str]] = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_reading_takes_linear_work(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every delta is read together with the text that is still held, so little may be held; and text is searched
-    again only so many times."""
+    """Every delta is read together with the text that is still held, so little may be held."""
     kind, beginning, piece = ENDLESS[case]
     searched = count_searched(monkeypatch)
     text = beginning + piece * (6000 // len(piece))
@@ -254,7 +243,7 @@ def test_reading_takes_linear_work(case: str, monkeypatch: pytest.MonkeyPatch) -
         reader.add(letter)
         assert len(reader._held) <= 12
     reader.finish()
-    assert sum(searched) <= (2 + parts_module.MOST_SEARCHES) * len(text)
+    assert sum(searched) <= 2 * len(text)
 
 
 # ---------------------------------------------------------------------- the choice of a reader

@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 import uuid
 from ast import literal_eval
 from collections.abc import Callable, Collection, Generator
@@ -140,7 +139,6 @@ class PartsReader:
         self.in_call = False  # a call's arguments are returned in pieces, and their end has not come
         self._names = frozenset(names)
         self._held = ""  # text that was not read yet
-        self._num_added = 0  # characters of all deltas
         self._final = False  # no delta comes any more
         self._deltas = 0
         self._in_thought = False
@@ -167,7 +165,6 @@ class PartsReader:
     def add(self, delta: str) -> list[Part]:
         """Return the parts that are certain now that the next piece of text, `delta`, has come."""
         self._held += delta
-        self._num_added += len(delta)
         self._deltas += not self._final
         next(self._reading, None)
         parts, self._parts = self._parts, []
@@ -314,21 +311,12 @@ _LIST = re.compile(r"[\s\[]*")
 #: White space and separators behind a call's object.
 _SEPARATORS = re.compile(r"[\s,;\]]*")
 
-#: Text that looked like a call and was none is searched again for calls inside it, as long as all text that was
-#: searched in vain is at most so many times as long as the answer. This bounds the work for an answer full of
-#: beginnings of calls.
-MOST_SEARCHES = 4
-
 
 class _JsonReader(PartsReader):
     """Reads calls that are JSON objects with a name and arguments."""
 
     markers: ClassVar[tuple[str, ...]]  # before calls and, if there is one, behind them
     takes_none: ClassVar[bool]  # whether a call may lack the field of its arguments
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._in_vain = 0  # characters that were searched for the end of a call, and were none
 
     def _answer(self) -> Reading[None]:
         opener = self.markers[0]
@@ -369,10 +357,11 @@ class _JsonReader(PartsReader):
         text = "".join(pieces)
         call = None if brackets.depth else self._call_of(_loaded(text))
         if call is None:
-            self._no_call(before, text)
+            self._say(before + text)
             return False
-        self._begin_call(call[0])
-        self._add_arguments(json.dumps(call[1], ensure_ascii=False))
+        name, arguments = call
+        self._begin_call(name)
+        self._add_arguments(arguments)
         return True
 
     def _stream(self, name: str) -> Reading[bool]:
@@ -393,20 +382,11 @@ class _JsonReader(PartsReader):
         yield from self._bracketed(rest, pieces.append)
         text = "".join(pieces)
         if rest.depth or _loaded('{"": 0' + text) is None:
-            self._no_call(space, text)
+            self._say(space + text)
             return False
         return True
 
-    def _no_call(self, before: str, text: str) -> None:
-        """Say `before`, and go back to the beginning of `text`, which was searched for a call in vain."""
-        self._say(before)
-        self._in_vain += len(text)
-        if self._in_vain <= MOST_SEARCHES * (self._num_added - len(self._held)):
-            self._give_back(text)
-        else:
-            self._say(text)
-
-    def _call_of(self, value: Any) -> tuple[str, dict[str, Any]] | None:
+    def _call_of(self, value: Any) -> tuple[str, str] | None:
         """Return the name and the arguments of a call; None if `value` is no call of one of the tools."""
         match value:
             case {"name": str(name)} if name in self._names:
@@ -417,7 +397,8 @@ class _JsonReader(PartsReader):
             arguments = {}
         elif isinstance(arguments, str):
             arguments = _loaded(arguments)
-        return (name, arguments) if isinstance(arguments, dict) else None
+        written = _written(arguments)
+        return None if written is None else (name, written)
 
 
 class HermesReader(_JsonReader):
@@ -489,11 +470,11 @@ class PythonReader(PartsReader):
             yield from self._bracketed(brackets, pieces.append)
             inside = "".join(pieces)
             is_call = brackets.depth == 0 and inside.endswith(")")
-            arguments = _named_values(inside[:-1], brackets.commas) if is_call else None
+            arguments = _written(_named_values(inside[:-1], brackets.commas)) if is_call else None
             if arguments is None:
                 return text + inside
             self._begin_call(name)
-            self._add_arguments(json.dumps(arguments, ensure_ascii=False))
+            self._add_arguments(arguments)
             text = yield from self._space(self._SEPARATORS)
             if self._held[:1] in ("", "]", "`"):
                 break
@@ -529,14 +510,23 @@ def _named_values(text: str, commas: list[int]) -> dict[str, Any] | None:
 
 # ---------------------------------------------------------------------- values
 
-#: The least integer with more digits than `json.dumps` writes.
-_TOO_LONG = 10**sys.int_info.default_max_str_digits
+
+def _written(arguments: Any) -> str | None:
+    """Return arguments as JSON; None if they are no object, or have a number that JSON cannot express."""
+    try:
+        return (
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            if isinstance(arguments, dict)
+            else None
+        )
+    except ValueError:
+        return None
 
 
 def _loaded(text: str) -> Any:
     """Return the value of a JSON text; None if the text is not JSON, is `null`, or is nested too deeply."""
     try:
-        return _parsed(text)
+        return from_json(text, allow_inf_nan=False)
     except ValueError:
         return None
 
@@ -549,37 +539,13 @@ def _value(text: str) -> Any:
         MemoryError, RecursionError: the text is nested too deeply.
     """
     try:
-        return _parsed(text)
+        return from_json(text, allow_inf_nan=False)
     except ValueError:
         pass
     try:
-        value = _finite(literal_eval(text))
-        return from_json(json.dumps(value))  # joins a pair of surrogates, such as '\ud83d\ude00'
+        return from_json(json.dumps(literal_eval(text)))  # joins a pair of surrogates, such as '\ud83d\ude00'
     except TypeError as error:  # bytes, sets, complex numbers, a dict as a key
         raise ValueError(str(error)) from None
-
-
-def _parsed(text: str) -> Any:
-    return _finite(from_json(text, allow_inf_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with the largest float in place of infinity, as which `1e999` is read: JSON cannot express it.
-
-    Raises:
-        ValueError: the value has an integer with more digits than Python writes.
-    """
-    match value:
-        case int() if abs(value) >= _TOO_LONG:
-            raise ValueError("an integer has too many digits")
-        case float():
-            return max(-sys.float_info.max, min(value, sys.float_info.max))
-        case list() | tuple():
-            return [_finite(each) for each in value]
-        case dict():
-            return {name: _finite(each) for name, each in value.items()}
-        case _:
-            return value
 
 
 # ---------------------------------------------------------------------- the choice of a reader
