@@ -174,8 +174,9 @@ async def steps(service: Served) -> Response:
         raise ApiError(
             404, "the live view is off: this server runs with --no-live-view", code="live_view_off"
         )
-    viewer = service.live_view.open()
-    return EventStream(viewer.events(), on_close=lambda _: viewer.close())
+    live_view = service.live_view
+    viewer = live_view.open()
+    return EventStream(viewer.events(), on_close=lambda _: live_view.close(viewer))
 
 
 @router.get("/health/", include_in_schema=False)

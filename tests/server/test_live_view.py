@@ -55,7 +55,8 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_calls, "ENGINE_SHARE", 1e6)
     engine = engine_of()
     async with working(engine) as async_engine:
-        viewer = LiveView(async_engine).open()
+        view = LiveView(async_engine)
+        viewer = view.open()
         await until(lambda: bool(engine.watchers))
         events = events_of(viewer)
         assert await anext(events) == (
@@ -80,7 +81,7 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
         assert named == [stream.request.request_id for stream in streams]
         assert frames[0]["key"]
         assert frames[-1]["step"] == engine.telemetry.latest.step, "the last step is told of, if late"
-        viewer.close()
+        view.close(viewer)
 
 
 async def test_no_frames_are_made_without_viewers() -> None:
@@ -90,15 +91,15 @@ async def test_no_frames_are_made_without_viewers() -> None:
         assert engine.watchers == []
         first, second = view.open(), view.open()
         await until(lambda: len(engine.watchers) == 1)
-        first.close()
+        view.close(first)
         assert len(await read(submit(async_engine, "one", greedy(3)))) == 3
         assert len(engine.watchers) == 1
-        second.close()
+        view.close(second)
         await until(lambda: not engine.watchers)
         await until(lambda: asyncio.all_tasks() == tasks)
         third = view.open()
         await until(lambda: len(engine.watchers) == 1)
-        third.close()
+        view.close(third)
 
 
 async def test_a_slow_viewer_misses_frames_and_resumes_with_a_key_frame() -> None:
@@ -128,8 +129,8 @@ async def test_a_slow_viewer_misses_frames_and_resumes_with_a_key_frame() -> Non
         await until(lambda: len(seen) == 3 * live_view.MAX_QUEUED + 1)
         assert quick.missed == 0
         looking.cancel()
-        slow.close()
-        quick.close()
+        view.close(slow)
+        view.close(quick)
 
 
 async def test_too_many_viewers_are_refused() -> None:
@@ -139,10 +140,10 @@ async def test_too_many_viewers_are_refused() -> None:
         with pytest.raises(ApiError, match="as many as may") as refused:
             view.open()
         assert (refused.value.status, refused.value.code) == (503, "too_many_viewers")
-        viewers.pop().close()
+        view.close(viewers.pop())
         viewers.append(view.open())
         for viewer in viewers:
-            viewer.close()
+            view.close(viewer)
 
 
 async def test_the_view_ends_with_the_server() -> None:
@@ -154,7 +155,7 @@ async def test_the_view_ends_with_the_server() -> None:
         with pytest.raises(ApiError) as refused:
             view.open()
         assert refused.value.status == 503
-        viewer.close()
+        view.close(viewer)
 
 
 async def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +172,12 @@ async def test_a_view_that_fails_ends_and_requests_do_not(monkeypatch: pytest.Mo
             broken.setattr(FrameMaker, "frame", fail)
             assert len(await read(submit(async_engine, "one", greedy(3)))) == 3
             assert [name async for name, _ in events_of(viewer)] == ["begin", "end"]
-        viewer.close()
+        view.close(viewer)
         events = events_of(again := view.open())
         await until(lambda: bool(engine.watchers))
         await read(submit(async_engine, "two", greedy(3)))
         assert (await frames_until_idle(events))[0]["key"]
-        again.close()
+        view.close(again)
 
 
 # ---------------------------------------------------------------------- over HTTP

@@ -60,6 +60,8 @@ def test_continuous_usage_is_in_every_chunk(server: ServerProcess) -> None:
     assert len({chunk["usage"]["prompt_tokens"] for chunk in said}) == 1
     path, messages = "/openai/v1/chat/completions", [{"role": "user", "content": "Hello!"}]
     said = server.chunks(path, messages=messages, max_tokens=3, ignore_eos=True, stream_options=both)
-    assert [chunk["usage"]["completion_tokens"] for chunk in said] == [0, 1, 2, 3, 3], "the role is no token"
+    assert [chunk["usage"]["completion_tokens"] for chunk in said] == [1, 1, 2, 3, 3], (
+        "the role comes with a token"
+    )
     for usage in (chunk["usage"] for chunk in said):
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]

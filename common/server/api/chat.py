@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter
@@ -245,16 +245,6 @@ class ChatChunks(PlainChunks[ChatChunkChoice]):
             self._sent_prompt = True
             show_prompt(chunk, answer, answer.choices[0].prompt)
         return chunk
-
-    def usage(self, choice: Choice, part: ChatChunkChoice) -> Usage:
-        usage = super().usage(choice, part)
-        if "role" in part["delta"]:  # comes before the first token
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-            usage["completion_tokens_details"]["reasoning_tokens"] = 0
-        return usage
-
-    def empty_choice(self, choice: Choice) -> Mapping[str, object]:
-        return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": None}
 
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ChatCompletion:
         answer = self.answer

@@ -298,23 +298,14 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
     def chunk(self, choices: list[ChoiceT]) -> Any:
         """Return a chunk, an object, with these choice objects."""
 
-    @abstractmethod
-    def empty_choice(self, choice: Choice) -> Mapping[str, object]:
-        """Return a choice object without text."""
-
     def events(self, choice: Choice, output: StepOutput) -> bytes:
         if output.error is not None:
-            return event(error_event(self.answer, output, self.empty_choice(choice)))
-        parts = list(self.choices(choice, output))
-        chunks = [self.chunk([part]) for part in parts]
+            return event(error_event(self.answer, choice, output))
+        chunks = [self.chunk([part]) for part in self.choices(choice, output)]
         if self.include_usage:  # then every chunk has the key, with null unless usage is continuous
-            for part, chunk in zip(parts, chunks, strict=True):
-                chunk["usage"] = self.usage(choice, part) if self.continuous_usage else None
+            for chunk in chunks:
+                chunk["usage"] = choice.usage() if self.continuous_usage else None
         return b"".join(map(event, chunks))
-
-    def usage(self, choice: Choice, part: ChoiceT) -> Usage:  # noqa: ARG002 - of chat, whose first has no token
-        """Return the token counts of a choice up to and including the choice object `part`."""
-        return choice.usage()
 
     def lost(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
@@ -330,13 +321,12 @@ class PlainChunks(Chunks, Generic[ChoiceT]):
 # ---------------------------------------------------------------------- fields of all formats
 
 
-def error_event(answer: Answer, output: StepOutput, empty_choice: Mapping[str, object]) -> ErrorEvent:
-    """Return the `data` of the event that ends a choice which failed. If the answer has several choices, the
-    choice without text, `empty_choice`, says which one."""
+def error_event(answer: Answer, choice: Choice, output: StepOutput) -> ErrorEvent:
+    """Return the `data` of the event that ends a choice which failed, and names it if there are several."""
     assert output.error is not None, "an output that finishes has a reason or an error"
     data: ErrorEvent = {"error": from_exception(output.error).body()["error"]}
     if len(answer.choices) > 1:
-        data["choices"] = [empty_choice]
+        data["choices"] = [{"index": choice.index}]
     return data
 
 
@@ -404,10 +394,12 @@ class NamedCompletionEvents(Chunks):
 
     def _terminal(self, choice: Choice, output: StepOutput) -> bytes:
         if output.finish_reason is None:
-            return event(error_event(self.answer, output, empty_choice(choice)), "error")
-        # An answer without tokens has no token event, so this one has the prompt.
-        without_tokens = self.answer.shown.prompt_only
-        last = chunk_choice(self.answer, choice, output) if without_tokens else empty_choice(choice)
+            return event(error_event(self.answer, choice, output), "error")
+        last: ChunkChoice = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
+        if (
+            self.answer.shown.prompt_only
+        ):  # without tokens there is no token event, so this one has the prompt
+            last = chunk_choice(self.answer, choice, output)
         last["finish_reason"] = OPENAI_FINISH_REASONS[output.finish_reason]
         data = self._chunk([{**last, **self.answer.stop_reason(choice)}])
         data["finish_reason"] = output.finish_reason
@@ -426,9 +418,6 @@ class CompletionChunks(PlainChunks[ChunkChoice]):
     def chunk(self, choices: list[ChunkChoice]) -> CompletionChunk:
         answer = self.answer
         return {"id": answer.id, "object": "text_completion", **answer.origin, "choices": choices}
-
-    def empty_choice(self, choice: Choice) -> ChunkChoice:
-        return empty_choice(choice)
 
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> PlainCompletion:
         return completion(self.answer, said)
@@ -456,11 +445,6 @@ def completion(answer: Answer, said: Sequence[Sequence[StepOutput]]) -> PlainCom
         ],
         "usage": answer.usage(),
     }
-
-
-def empty_choice(choice: Choice) -> ChunkChoice:
-    """Return a choice object without text."""
-    return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
 
 
 def chunk_choice(answer: Answer, choice: Choice, output: StepOutput) -> ChunkChoice:

@@ -26,7 +26,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from common.errors import ShuttingDownError
 from common.hosting.async_engine import AsyncEngine
@@ -51,8 +51,8 @@ class Viewer:
         missed: number of frames dropped since the first frame.
     """
 
-    def __init__(self, live_view: LiveView) -> None:
-        self._live_view = live_view
+    def __init__(self, header: Header) -> None:
+        self._header = header
         self._frames: deque[Frame] = deque()
         self._news = asyncio.Event()
         self._has_begun = self._ended = False
@@ -78,12 +78,8 @@ class Viewer:
         self._ended = True
         self._news.set()
 
-    def close(self) -> None:
-        """Remove this viewer, whose stream has ended."""
-        self._live_view.close(self)
-
     async def events(self) -> AsyncIterator[bytes]:
-        yield event(self._live_view.header, "begin")
+        yield event(self._header, "begin")
         told = 0
         # Frames may have come, or been dropped, while a slow client held this generator up.
         while not self._ended or self._frames or self.missed > told:
@@ -109,12 +105,8 @@ class LiveView:
         self._viewers: list[Viewer] = []
         self._ticking: asyncio.Task[None] | None = None
 
-    @property
-    def header(self) -> Header:
-        return header(self._engine.facts)
-
     def open(self) -> Viewer:
-        """Return a new viewer. Call its `close` when its stream has ended.
+        """Return a new viewer. Call `close` when its stream has ended.
 
         Raises:
             ApiError: 503, there are `MAX_VIEWERS` viewers already, the server is shutting down, or its engine is
@@ -128,18 +120,18 @@ class LiveView:
                 code="too_many_viewers",
                 retry_after_s=5,
             )
-        viewer = Viewer(self)
+        viewer = Viewer(header(self._engine.facts))
         self._viewers.append(viewer)
         if self._ticking is None:
-            self._ask(EngineCalls.watch)
+            self._engine.call(EngineCalls.watch)
             self._ticking = asyncio.create_task(self._tick())
-        self._ask(EngineCalls.next_is_key)
+        self._engine.call(EngineCalls.next_is_key)
         return viewer
 
     def close(self, viewer: Viewer) -> None:
         self._viewers.remove(viewer)
         if not self._viewers and self._ticking is not None:
-            self._ask(EngineCalls.unwatch)
+            self._engine.call(EngineCalls.unwatch)
             self._ticking.cancel()
             self._ticking = None
 
@@ -151,16 +143,12 @@ class LiveView:
         for viewer in self._viewers:
             viewer.put(frame)
         if any(viewer.needs_key for viewer in self._viewers):
-            self._ask(EngineCalls.next_is_key)
+            self._engine.call(EngineCalls.next_is_key)
 
     def end(self) -> None:
         """End every viewer's stream."""
         for viewer in self._viewers:
             viewer.end()
-
-    def _ask(self, call: Callable[[EngineCalls], None]) -> None:
-        """Call a method of `EngineCalls` in the engine's process. Does nothing if that process is ending."""
-        self._engine.call(call)
 
     async def _tick(self) -> None:
         """Every `TICK_S` seconds, have a frame of the latest step made if the step has none.
@@ -172,7 +160,7 @@ class LiveView:
             if self._is_over():
                 self.end()
             else:
-                self._ask(EngineCalls.catch_up)
+                self._engine.call(EngineCalls.catch_up)
 
     def _is_over(self) -> bool:
         return self._engine.draining or self._engine.dead is not None
