@@ -85,6 +85,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._slots = {id(tensor): slot for slot, tensor in enumerate(inputs)}
         self._alive = list(inputs)  # kept alive, so that no id is reused during the recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, which takes seconds, to keep it away from this class."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

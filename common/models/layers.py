@@ -324,8 +324,9 @@ class CausalLM(nn.Module, ABC):
     def materialise(self, device: torch.device) -> None:
         """Allocate a model built on the meta device: weights uninitialised, rotary tables filled."""
         if self.config.tie_word_embeddings:
-            del self.embed_tokens.weight  # `to_empty` would give it memory of its own
-        self.to_empty(device=device)
+            del self.embed_tokens.weight  # it would get memory of its own
+        # As `to_empty`, which for meta tensors imports hundreds of modules.
+        self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
         self._tie()
         for table in self.rotary:
             assert isinstance(table, RotaryTable)
