@@ -110,7 +110,7 @@ test-slow: .venv/full plots
 
 # As on a machine without a compiler: what the ordinary suite asks of models, of the torch references.
 test-forms: .venv/full
-	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/identity/test_unowned_columns.py tests/common/test_models.py
+	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/common/test_models.py
 
 # Needs chromium on the machine.
 test-browser: .venv/full plots

@@ -17,13 +17,12 @@ import torch
 from common.engine.engine import Engine
 from common.request import Request, SamplingParams
 from tests.identity.comparison import Arrival, Subject, check, check_on, greedy, prompt_of, subject_of
+from tests.identity.poison import Poison
 from tests.identity.table import IN_EVERY_VARIANT, MODELS, PLAIN, VARIANTS, table
 from tests.support.engines import Variant
 from tests.support.grammars import FORMS
 from tests.support.pools import assert_consistent, caching
 from tests.support.streams import let_guess
-
-TRAINED = [name for name in MODELS if not name.startswith("random:")]
 
 
 @pytest.mark.parametrize("subject", MODELS, indirect=True)
@@ -35,58 +34,56 @@ def test_an_early_token_changes_the_logits(subject: Subject) -> None:
     assert (first - second).abs().max() > 1e-2
 
 
-@table(often=PLAIN)
-def test_mixed_lengths_in_one_batch(subject: Subject, variant: Variant) -> None:
-    """Padding must not shift positions. The prompt of 200 is longer than Gemma's windows (16), that of 3 is not."""
-    arrivals = [Arrival(0, prompt_of(subject, n, seed=n), greedy(24)) for n in (3, 7, 200, 1, 16, 17, 64)]
-    check(subject, variant, arrivals, max_batch_size=8)
-
-
-@table(models=TRAINED, often=PLAIN)
-def test_prompts_of_text_with_natural_ends(subject: Subject, variant: Variant) -> None:
-    texts = ["Once upon a time", "The fox", "user: Tell me a story about a cat.", "Where is the"]
-    arrivals = [
-        Arrival(i, tuple(subject.tokenizer.encode(text)), greedy(60, ignore_eos=False))
-        for i, text in enumerate(texts)
-    ]
-    check(subject, variant, arrivals, max_batch_size=3)
-
-
 @table()
 def test_random_traffic(subject: Subject, variant: Variant, pytestconfig: pytest.Config) -> None:
-    """Requests of 1 to 300 tokens arrive at random steps. There are more requests than seats.
+    """Prompts of many lengths, texts with natural ends and drawn traffic, for which there are not seats enough.
 
+    Gemma's windows (16) are shorter than some prompts and longer than others. Half of the requests are sampled by a
+    seed. What no request owns is NaN: a pool does not clear memory, and masks would not help, for 0 × NaN is NaN.
     The traffic is drawn by the seed of the tests' order, so the same command repeats it.
     """
     draw = random.Random(pytestconfig.getoption("order_seed") or 0)
-    arrivals = [
+    lengths = [Arrival(i // 4, prompt_of(subject, n, seed=n), kinds(i)) for i, n in enumerate(LENGTHS)]
+    texts = [
+        Arrival(i, tuple(subject.tokenizer.encode(text)), greedy(40, ignore_eos=False))
+        for i, text in enumerate(TEXTS)
+    ]
+    drawn = [
         Arrival(
             draw.randint(0, 20),
             prompt_of(subject, draw.randint(1, draw.choice((20, 300))), seed=draw.randint(0, 5)),
-            greedy(draw.randint(1, 24)),
+            greedy(draw.randint(1, 12)),
         )
-        for _ in range(8)
+        for _ in range(4)
     ]
-    check(subject, variant, arrivals, max_batch_size=draw.randint(2, 4))
+    poisons: list[Poison] = []
+    check(
+        subject,
+        variant,
+        [*lengths, *texts, *drawn],
+        prepare=lambda engine: poisons.append(Poison(engine)),
+        max_batch_size=draw.randint(3, 5),
+    )
+    assert all(poison.past_an_end > 0 or poison.pool.block_size == 1 for poison in poisons)
 
 
-@table(often=PLAIN)
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_full_batch(subject: Subject, variant: Variant) -> None:
-    params = [
-        SamplingParams(
-            temperature=0.7 if seed < 4 else 1.3,
-            seed=seed,
-            max_new_tokens=16,
-            ignore_eos=True,
-            top_k=50 if seed % 2 else None,
-            top_p=0.9 if seed % 3 else 1.0,
-            repetition_penalty=1.2 if seed == 5 else 1.0,
-        )
-        for seed in range(8)
-    ]
-    arrivals = [Arrival(i % 3, prompt_of(subject, 10 + 9 * i, seed=i), p) for i, p in enumerate(params)]
-    check(subject, variant, arrivals, max_batch_size=4)
-    assert len({tuple(subject.alone(each.prompt, each.params).tokens) for each in arrivals}) == len(arrivals)
+LENGTHS = (3, 7, 200, 1, 16, 17, 64)
+TEXTS = ("Once upon a time", "user: Tell me a story about a cat.")
+
+
+def kinds(index: int) -> SamplingParams:
+    """Return sampling parameters: every second request is greedy, the others are drawn with different filters."""
+    if index % 2 == 0:
+        return greedy(12)
+    return SamplingParams(
+        temperature=0.7 if index < 4 else 1.3,
+        seed=index,
+        max_new_tokens=12,
+        ignore_eos=True,
+        top_k=50 if index % 3 else None,
+        top_p=0.9 if index % 3 != 1 else 1.0,
+        repetition_penalty=1.2 if index == 5 else 1.0,
+    )
 
 
 # ---------------------------------------------------------------------- grammars, bad words, allowed tokens

@@ -1,4 +1,4 @@
-"""No pass reads a column that holds no token of its sequence.
+"""Shows that no pass reads a column that holds no token of its sequence.
 
 Pools do not clear memory, so these columns hold old numbers. Masking them would not be enough: 0 × NaN is NaN.
 Here every column without a token is set to NaN before each pass, even past a sequence's end in its own blocks.
@@ -15,11 +15,6 @@ import torch
 from common.engine.engine import Engine
 from common.kv import KVPool, KVView, Span
 from phase8_prefix.cache import PrefixCachingPool
-from tests.identity.comparison import Arrival, Subject, greedy, prompt_of, recorded_logits, serve
-from tests.identity.table import table
-from tests.support.engines import Variant
-
-MODELS = ("random:llama", "zoo:gemma3-tiny")
 
 
 class Poison:
@@ -75,39 +70,3 @@ def guessed_rows(engine: Engine) -> torch.Tensor:
 def rows_of(pool: KVPool, slot: int, columns: range) -> list[int]:
     size = pool.block_size
     return [pool.block_table(slot)[column // size] * size + column % size for column in columns]
-
-
-def assert_unchanged(
-    subject: Subject, variant: Variant, arrivals: Sequence[Arrival], **options: int
-) -> Engine:
-    """Assert that tokens and logits have the same bits with NaN and without. Returns the engine with NaN."""
-    told = []
-    for poisoned in (False, True):
-        engine = subject.engine(variant, **options)
-        poison = Poison(engine) if poisoned else None
-        with recorded_logits() as logits:
-            tokens = serve(engine, arrivals)
-        told.append((tokens, logits))
-    assert poison is not None
-    assert poison.past_an_end > 0 or engine.runner.pool.block_size == 1
-    (tokens, logits), (poisoned_tokens, poisoned_logits) = told
-    assert poisoned_tokens == tokens
-    for name, rows in logits.items():
-        assert torch.equal(torch.stack(poisoned_logits[name]), torch.stack(rows)), name
-    return engine
-
-
-def arrivals_of(subject: Subject, lengths: Sequence[int], new_tokens: Sequence[int]) -> list[Arrival]:
-    """Return requests of different lengths, of which two arrive in each step."""
-    return [
-        Arrival(i // 2, prompt_of(subject, n, seed=n), greedy(new))
-        for i, (n, new) in enumerate(zip(lengths, new_tokens, strict=True))
-    ]
-
-
-@table(models=MODELS)
-def test_columns_without_an_owner_may_be_nan(subject: Subject, variant: Variant) -> None:
-    """Passes have prompts, chunks and decode, separately and together, and memory is reused all the time."""
-    arrivals = arrivals_of(subject, (3, 140, 1, 17, 65, 9), (20, 4, 16, 3, 12, 1))
-    engine = assert_unchanged(subject, variant, arrivals, max_batch_size=3, max_seq_len=160)
-    assert engine.telemetry.counters.requests_finished == len(arrivals)
