@@ -60,13 +60,7 @@ CHARACTERS_A_TOKEN = 8
 class Intake:
     """Validates bodies, compiles grammars, tokenizes prompts and submits requests to an engine."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        admission: Admission,
-        limits: Limits,
-        dialect: Dialect,
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, admission: Admission, limits: Limits, dialect: Dialect) -> None:
         self._engine = engine
         self._admission = admission
         self._limits = limits

@@ -109,10 +109,7 @@ class ToolUseBlock(Fields):
 
 
 _BY_CONTENT = by_type("a string, or a list of blocks")
-Texts = Annotated[
-    OneText | Parts[TextBlock],
-    _BY_CONTENT,
-]
+Texts = Annotated[OneText | Parts[TextBlock], _BY_CONTENT]
 
 
 class ToolResultBlock(Fields):
@@ -142,10 +139,7 @@ class InputMessage(Fields):
     """A message of the conversation. An answer's `role` and `content` can be sent back as they are."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        OneText | Parts[Block],
-        _BY_CONTENT,
-    ]
+    content: Annotated[OneText | Parts[Block], _BY_CONTENT]
 
     @property
     def blocks(self) -> Sequence[Any]:
