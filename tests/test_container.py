@@ -23,12 +23,15 @@ def words(instruction: str) -> list[str]:
 def test_the_server_starts_with_its_words_and_is_healthy() -> None:
     program, command, phase, *options = words("ENTRYPOINT") + words("CMD")
     assert (program, command) == ("infer", "serve")
-    process = ServerProcess(f"phase{phase}_pipelined", *options)
+    infer = str(Path(sys.executable).with_name(program))
+    process = ServerProcess(phase, *options, command=(infer, command, phase))
     check = [sys.executable, *words("HEALTHCHECK .* CMD")[1:]]
     here = [word.replace(":8009/", f":{process.client.base_url.port}/") for word in check]
     try:
         assert here != check
         assert subprocess.run(here, check=False).returncode == 0
+        process.signal()
+        assert process.wait() == 0
     finally:
         process.close()
     assert subprocess.run(here, capture_output=True, check=False).returncode != 0

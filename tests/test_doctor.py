@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from infer import doctor
-
-ROOT = Path(__file__).parents[1]
+from tests.support.forked import Forked
 
 
 def screen(code: int, **environment: str) -> dict[str, str]:
     """Run the command in a process of its own. Returns its lines by name, each beginning with its mark."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "infer", "doctor"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == code, ended.stderr
+    ended, printed, log = Forked("infer", ["doctor"], env=environment).finish()
+    assert ended == code, log
     lines: dict[str, str] = {}
-    for line in ended.stdout.splitlines():
+    for line in printed.splitlines():
         if line[2] != " ":
             name, _, text = line[2:].partition(" ")
             lines[name] = f"{line[0]} {text.strip()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from common.startup.phases import find_phase, phase_names
 from infer import main
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,19 +67,6 @@ def test_serving_what_is_no_phase_lists_the_phases(words: str, capsys: pytest.Ca
     assert printed.err.startswith("error: ")
     assert printed.err.endswith(f"there are {', '.join(phase_names())}, by name or number\n")
     assert printed.err.count("\n") == 1
-
-
-def test_a_server_in_a_process_of_its_own() -> None:
-    options = ["--port", "0", "--dtype", "float32", "--device", "cpu"]
-    command = [sys.executable, "-m", "infer", "serve", "4", *options]
-    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            assert any("ready: phase4_static serves zoo:llama-tiny" in line for line in server.stderr)
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
-        finally:
-            server.kill()
 
 
 def test_an_interrupt_while_modules_are_loaded() -> None:

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from common.models.registry import ZOO
+from tests.support.forked import Forked
 from tests.support.servers import HANG_S, ServerProcess, called_from_python, rendered
 
 ROOT = Path(__file__).parents[1]
@@ -34,17 +35,13 @@ PROMPT = re.compile(r"> $")
 INTERRUPTED = re.escape("(Ctrl-D or /quit ends the chat)")
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "infer", "chat", *arguments]
-
-
 class Terminal:
     """`infer chat` in a pseudo-terminal, whose other end types and reads."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         self._end, end = pty.openpty()
         self.process = subprocess.Popen(
-            command(*arguments),
+            [sys.executable, "-m", "infer", "chat", *arguments],
             stdin=end,
             stdout=end,
             stderr=end,
@@ -218,26 +215,19 @@ def test_commands_and_unknown_commands(server: ServerProcess) -> None:
 # ---------------------------------------------------------------------- a pipe
 
 
-def piped(text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
-        input=text,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT | variables,
-        timeout=HANG_S,
-        check=False,
-    )
+def piped(text: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    """Write a text to the command. Returns its exit code, its answer and its other lines."""
+    return Forked("infer", ["chat", *arguments], env=variables).finish(text)
 
 
 def test_a_pipe_is_one_question(server: ServerProcess) -> None:
     question = "What does a fox like to eat?\nAnd an owl?"
-    ended = piped(question + "\n", "--url", server.url + "/v1", "--temperature", "0", "--max-tokens", "9")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == answer_to(server, question, max_tokens=9) + "\n"
-    assert FIGURES.match(ended.stderr)
-    assert ended.stderr.endswith("; cut at the most tokens allowed]\n")
+    options = ("--url", server.url + "/v1", "--temperature", "0", "--max-tokens", "9")
+    code, answer, log = piped(question + "\n", *options)
+    assert code == 0, log
+    assert answer == answer_to(server, question, max_tokens=9) + "\n"
+    assert FIGURES.match(log)
+    assert log.endswith("; cut at the most tokens allowed]\n")
 
 
 @pytest.mark.parametrize(
@@ -259,10 +249,10 @@ def test_a_pipe_is_one_question(server: ServerProcess) -> None:
 def test_a_question_that_cannot_be_asked(
     text: str, arguments: list[str], code: int, says: str, server: ServerProcess
 ) -> None:
-    ended = piped(text, *(server.url if each == "URL" else each for each in arguments))
-    assert (ended.returncode, ended.stdout) == (code, "")
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended, answer, log = piped(text, *(server.url if each == "URL" else each for each in arguments))
+    assert (ended, answer) == (code, "")
+    assert says in log
+    assert "Traceback" not in log
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -311,9 +301,9 @@ def scripted() -> Iterator[str]:
 
 def test_any_server_with_openais_api(scripted: str) -> None:
     """Reasoning goes to stderr, the answer to stdout, and control characters do not reach the terminal."""
-    ended = piped("hi", "--url", scripted, "--system", "x")
-    assert (ended.returncode, ended.stdout) == (0, "You sent 2[2J!\n\tBjörn.\n")
-    assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", ended.stderr)
+    code, answer, log = piped("hi", "--url", scripted, "--system", "x")
+    assert (code, answer) == (0, "You sent 2[2J!\n\tBjörn.\n")
+    assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", log)
 
 
 def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
@@ -326,9 +316,9 @@ def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
 def test_a_server_with_a_key() -> None:
     with ServerProcess("phase4_static", "--api-key", "k", headers={"Authorization": "Bearer k"}) as server:
         options = ("--url", server.url, "--max-tokens", "1")
-        assert piped("hi", *options).returncode == 1
-        assert piped("hi", *options, "--api-key", "k").returncode == 0
-        assert piped("hi", *options, INFER_API_KEY="k").returncode == 0
+        assert piped("hi", *options)[0] == 1
+        assert piped("hi", *options, "--api-key", "k")[0] == 0
+        assert piped("hi", *options, INFER_API_KEY="k")[0] == 0
 
 
 # ---------------------------------------------------------------------- a server of its own
@@ -346,7 +336,7 @@ def test_a_server_lives_as_long_as_its_chat() -> None:
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
-    ended = piped("hi", "--phase", "4", "--model", "zoo:nobody")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "the zoo has no 'zoo:nobody'" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    code, answer, log = piped("hi", "--phase", "4", "--model", "zoo:nobody")
+    assert (code, answer) == (1, "")
+    assert "the zoo has no 'zoo:nobody'" in log
+    assert "Traceback" not in log

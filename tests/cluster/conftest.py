@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,10 @@ from tests.support.servers import ServerProcess
 
 
 @contextmanager
-def running(*arguments: Any, **options: Any) -> Iterator[ServerProcess]:
+def running(phase: str, *flags: Any, **options: Any) -> Iterator[ServerProcess]:
     """Run a cluster, and always take it down at the end, because Ray's processes would stay."""
-    process = ServerProcess(*arguments, module="tests.cluster.start", **({"env": {}} | options))
+    command = (sys.executable, "-m", "tests.cluster.start", phase)
+    process = ServerProcess(phase, *flags, command=command, **options)
     try:
         yield process
     finally:

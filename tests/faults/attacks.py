@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psutil
 
@@ -82,9 +83,9 @@ def assert_ordinary_clients_are_served(
 
 
 @contextlib.contextmanager
-def serving(phase: str, options: Sequence[str] = (), *, module: str | None = None) -> Iterator[ServerProcess]:
-    """Run one server, of a module whose first argument is the phase's name."""
-    server = ServerProcess(phase, *options, module=module, **ACCESS)
+def serving(phase: str, *options: str, **settings: Any) -> Iterator[ServerProcess]:
+    """Run one server, with a key. `settings`: those of `ServerProcess`."""
+    server = ServerProcess(phase, *options, **ACCESS, **settings)
     try:
         yield server
     finally:

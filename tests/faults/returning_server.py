@@ -1,14 +1,15 @@
-"""A phase's server that returns freed memory each second: `python -m tests.faults.returning_server PHASE …`."""
+"""A phase's server that returns freed memory each second."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
 from common.server import logs
 from common.server import run as serve
 
 PULSE_EVERY_S = 1.0
 
-if __name__ == "__main__":
+
+def main(phase: str, flags: Sequence[str]) -> None:
     logs.PULSE_EVERY_S = PULSE_EVERY_S
-    serve.main(sys.argv.pop(1))
+    serve.main(phase, flags)

@@ -1,7 +1,7 @@
 """Faults of the system that a server runs on. They do not reach the engine, so one phase is enough.
 
 The end by a signal is in `tests/server/test_lifecycle.py`, the end of the engine's process in
-`tests/server/test_two_processes.py`, a failed pass in `tests/server/test_failures.py`, and a port in use in
+`tests/server/test_processes.py`, a failed pass in `tests/server/test_failures.py`, and a port in use in
 `tests/server/test_cli.py`.
 """
 

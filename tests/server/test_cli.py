@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,34 +14,22 @@ from common import zoo
 from common.server import run as serve
 from common.server.options import ServerOptions, UsageError, read_options
 from common.startup.phases import find_phase
+from tests.support.forked import Forked
 from tests.support.servers import ServerProcess
 
 Fail = Callable[..., str]
 TLS = Path(__file__).parent / "tls"
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """Restore the settings of logging, which the command line changes."""
-    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn")
-    handlers, levels = root.handlers[:], (root.level, uvicorn.level)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    uvicorn.setLevel(levels[1])
-
-
 @pytest.fixture
-def fail(phase: str, capsys: pytest.CaptureFixture[str]) -> Fail:
-    """Return a function that runs `main`, which must refuse to serve, and returns its error line."""
+def fail(phase: str) -> Fail:
+    """Return a function that runs the command, which must refuse to serve, and returns its error line."""
 
     def run(code: int, *argv: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            serve.main(phase, argv)
-        printed = capsys.readouterr()
-        (line,) = [line for line in printed.err.splitlines() if " INFO " not in line]
+        ended, printed, log = Forked(serve.__name__, phase, argv).finish()
+        (line,) = [line for line in log.splitlines() if " INFO " not in line]
         assert line.startswith("error: ")
-        assert (printed.out, ended.value.code) == ("", code)
+        assert (printed, ended) == ("", code)
         assert "unable to parse" not in line, "words of a library"
         assert "Input should" not in line
         return line
@@ -114,15 +101,10 @@ def test_models_and_addresses_that_cannot_be_served(fail: Fail, argv: list[str],
     assert says in fail(1, "--port", "0", "--device", "cpu", *argv)
 
 
-def test_a_port_in_use_is_found_before_the_model_is_loaded(
-    fail: Fail, phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded: list[object] = []
-    monkeypatch.setattr(find_phase(phase), "build_engine", loaded.append)
+def test_a_port_in_use_is_found_before_the_model_is_loaded(fail: Fail) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port} of 127.0.0.1 is in use" in fail(1, "--port", port)
-    assert not loaded
+        assert f"port {port} of 127.0.0.1 is in use" in fail(1, "--port", port, "--model", "zoo:no-such")
 
 
 def zoo_copy(folder: Path) -> Path:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import ssl
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.servers import HANG_S, ServerProcess
+from common.server import run
+from tests.support.forked import Forked
+from tests.support.servers import ServerProcess
 
 PHASE = "phase5_continuous"
 TLS = Path(__file__).parent / "tls"
@@ -25,10 +25,9 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
         # A proxy in front of a Unix socket may send any host name.
         assert server.client.get("/v1/models", headers={"Host": "chat.example.org"}).status_code == 200
-        second = [sys.executable, "-m", PHASE, "--device", "cpu", "--uds", str(path)]
-        ended = subprocess.run(second, capture_output=True, text=True, timeout=HANG_S, check=False)
-        assert (ended.returncode, ended.stdout) == (1, "")
-        assert "another server listens there" in ended.stderr
+        second, printed, log = Forked(run.__name__, PHASE, ["--device", "cpu", "--uds", str(path)]).finish()
+        assert (second, printed) == (1, "")
+        assert "another server listens there" in log
         assert server.complete(max_tokens=2)["choices"]
         server.signal()
         assert server.wait() == 0

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import functools
 import gc
-import http.client
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -34,6 +32,7 @@ from tests.support.servers import (
     HANG_S,
     ServerProcess,
     assert_error,
+    called_from_python,
     engine_of,
     eventually,
     hold_a_full_batch,
@@ -116,26 +115,6 @@ def test_a_stop_string_ends_the_request_in_the_engine(gated: ServerProcess) -> N
 # ---------------------------------------------------------------------- grammars
 
 
-def test_slow_grammars_hold_no_places_and_those_of_clients_that_leave_are_dropped(
-    gated: ServerProcess,
-) -> None:
-    gated.complete(max_tokens=4, **SLOW_GRAMMAR)  # from now on it is known that the grammar is slow
-    room = gated.queue_room()
-    with suspended(engine_of(gated.process.pid)):  # no grammar is compiled
-        asked = {gated.raw(max_tokens=4, **SLOW_GRAMMAR) for _ in range(MOST_COMPILING + 1)}
-        refused = select.select(asked, [], [], HANG_S)[0][0]
-        answer = http.client.HTTPResponse(refused)
-        answer.begin()
-        assert answer.status == 503
-        assert b'"compiling_busy"' in answer.read()
-        assert gated.queue_room() == room
-        for each in asked:
-            each.close()
-        eventually(lambda: gated.log_text.count("dropped: the client left") == MOST_COMPILING)
-    gated.complete(max_tokens=4, **SLOW_GRAMMAR)
-    assert gated.counters()["requests_added"] == 2
-
-
 def count_matchers(_: EngineCalls) -> int:
     return sum(type(each) is Matcher for each in gc.get_objects())
 
@@ -158,28 +137,28 @@ async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
 # ---------------------------------------------------------------------- the end of a process
 
 
-@pytest.mark.parametrize("asks", ["request", "grammar", "call"])
-def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(phase: str, asks: str) -> None:
+def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(phase: str) -> None:
     """It begins no step, so the time counts from the request, the grammar or the call that it does not take."""
-    with ServerProcess(phase, "--step-timeout", "1.5") as server:
+    asks: list[Callable[[ServerProcess], httpx.Response]] = [
+        post,
+        lambda server: post(server, max_tokens=4, **SLOW_GRAMMAR),
+        lambda server: server.client.post("/reset_prefix_cache", json={}),
+    ]
+    with ServerProcess(phase, "--step-timeout", "1") as server:
         server.complete(max_tokens=4, **SLOW_GRAMMAR)
-        server.begin_test()
-        time.sleep(0.5)  # until the engine's process has said that it waits for work
-        with suspended(engine_of(server.process.pid)):
-            time.sleep(2)  # longer than the timeout, but the engine owes nothing
+        for ask in asks:
+            server.begin_test()
+            time.sleep(0.5)  # until the engine's process has said that it waits for work
+            with suspended(engine_of(server.process.pid)):
+                time.sleep(1.5)  # longer than the timeout, but the engine owes nothing
+                assert server.client.get("/health").status_code == 200
+                (answer,) = in_background(1, lambda _, ask=ask: ask(server))
+                for path in ("/health", "/ready"):
+                    eventually(lambda path=path: server.client.get(path).status_code == 503)
+                    assert_error(server.client.get(path), 503, None, "engine_stuck")
+            assert answer.result(HANG_S).status_code == 200
             assert server.client.get("/health").status_code == 200
-            ask = {
-                "request": lambda _: post(server),
-                "grammar": lambda _: post(server, max_tokens=4, **SLOW_GRAMMAR),
-                "call": lambda _: server.client.post("/reset_prefix_cache", json={}),
-            }[asks]
-            (answer,) = in_background(1, ask)
-            for path in ("/health", "/ready"):
-                eventually(lambda path=path: server.client.get(path).status_code == 503)
-                assert_error(server.client.get(path), 503, None, "engine_stuck")
-        assert answer.result(HANG_S).status_code == 200
-        assert server.client.get("/health").status_code == 200
-        server.assert_serves()
+            server.assert_serves()
 
 
 def test_a_process_that_stays_stopped_ends_with_its_server(mortal: ServerProcess) -> None:
@@ -230,13 +209,15 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal: ServerProcess)
     assert f"and {len(received) - 1} new tokens" in server.log_text
 
 
-@pytest.mark.parametrize("computes", [False, True])
-def test_a_killed_front_leaves_no_engine_behind(mortal: ServerProcess, computes: bool) -> None:
-    engine = engine_of(mortal.process.pid)
-    if computes:
-        hold_a_full_batch(mortal)
-    mortal.process.kill()
-    eventually(lambda: has_ended(engine))
+def test_a_killed_front_leaves_no_engine_behind(phase: str) -> None:
+    command = (sys.executable, "-m", "tests.support.gated_server", phase)
+    with ServerProcess(
+        phase, "--max-batch-size", str(BATCH), *called_from_python(phase), command=command
+    ) as server:
+        engine = engine_of(server.process.pid)
+        hold_a_full_batch(server)
+        server.process.kill()
+        eventually(lambda: has_ended(engine))
 
 
 def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
@@ -291,7 +272,7 @@ def threads_of_a_server(phase: str, workers: int, *flags: str) -> int:
     """Serve requests of several kinds with `workers` OpenMP threads. Returns the number of threads of the engine's
     process."""
     env = {"OMP_NUM_THREADS": str(workers), "OPENBLAS_NUM_THREADS": "1"}  # numpy has threads of its own
-    with ServerProcess(phase, *flags, env=env) as server:
+    with ServerProcess(phase, *flags, env=env, command=(sys.executable, "-m", phase)) as server:
         server.complete(prompt=PREFILL, max_tokens=12, temperature=1, top_p=0.9, seed=4)
         server.complete(prompt=[PREFILL] * 4, logprobs=3, presence_penalty=1, stop=["fox"])
         server.events(prompt=PREFILL)

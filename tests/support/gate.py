@@ -6,13 +6,12 @@ The engine has a process of its own. It reads its orders from a FIFO, into which
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from common.engine.engine import Engine
-from common.startup.phases import find_phase
 
 SECRET = "the-secret-inside-the-server"
 
@@ -57,9 +56,9 @@ def after_pass(_: object, __: object, logits: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logits, torch.nan) if broken == "nan" else logits
 
 
-def build_engine(phase: str, orders: Path, config: Any) -> Engine:
-    """Build a phase's engine behind the gate. `orders`: the FIFO."""
-    engine = find_phase(phase).build_engine(config)
+def build_engine(make_engine: Callable[[], Engine], orders: Path) -> Engine:
+    """Build an engine behind the gate. `orders`: the FIFO."""
+    engine = make_engine()
     engine.runner.model.register_forward_pre_hook(before_pass)
     engine.runner.model.register_forward_hook(after_pass)
     threading.Thread(target=obey_all, args=(orders,), daemon=True).start()

@@ -12,10 +12,9 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self
@@ -36,6 +35,7 @@ from common.server.http.middleware import AllowedHosts
 from common.server.options import ServerOptions
 from common.server.service import Service
 from common.startup.phases import find_phase, phase_names
+from tests.support.forked import Forked
 
 HANG_S = 120.0  # far longer than any wait on a busy machine: only a hang takes so long
 MODEL = "m"  # the name of the model in apps without a server
@@ -186,8 +186,10 @@ class ServerProcess(Served):
     Args:
         phase: name of its package.
         flags: its options.
-        module: the module to run instead, which gets the phase as its first argument.
+        module: the module whose `main` serves, instead of `common.server.run`.
         env: environment variables beside those of the tests.
+        command: the words of a command that serves with these options, to be started as users do. If None, the
+            server is a fork, which starts sooner (`tests.support.forked`).
         headers: of the client.
         settings: of the client.
     """
@@ -196,21 +198,20 @@ class ServerProcess(Served):
         self,
         phase: str,
         *flags: str,
-        module: str | None = None,
+        module: str = "common.server.run",
         env: dict[str, str] | None = None,
+        command: Sequence[str] | None = None,
         headers: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        name, *arguments = [module, phase] if module else [phase]
-        arguments += ["--port", "0", "--dtype", "float32", "--device", "cpu", *flags]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", name, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-        )
+        flags = ("--port", "0", "--dtype", "float32", "--device", "cpu", *flags)
+        self.process: subprocess.Popen[str] | Forked
+        if command is None:
+            self.process = Forked(module, phase, flags, env=env)
+        else:
+            env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            self.process = subprocess.Popen([*command, *flags], text=True, env=env, **pipes)  # type: ignore[call-overload]
         self.log: list[str] = []
         self.logged = 0  # number of lines when the test began
         self.said: queue.Queue[str] = queue.Queue()
@@ -516,9 +517,8 @@ def engine_of(server: int) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def has_started() -> bool:
-        found[:] = [
-            child for child in psutil.Process(server).children() if "spawn_main" in " ".join(child.cmdline())
-        ]
+        started = [(child, " ".join(child.cmdline())) for child in psutil.Process(server).children()]
+        found[:] = [child for child, words in started if "spawn_main" in words or "forkserver" in words]
         return len(found) == 1
 
     eventually(has_started)

@@ -1,0 +1,91 @@
+"""Starts servers and other commands as forks of a process that has imported everything.
+
+A server imports torch and the project in both of its processes, which takes longer than most tests. So one process,
+`multiprocessing`'s fork server, imports everything once, and the servers that tests start are forked from it. Such
+a server forks its engine's process, too. Otherwise it runs the code of `python -m phaseN_x`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from common.hosting import child, process
+from common.server import run
+from common.startup.phases import find_phase, phase_names
+
+# A phase's package imports torch when a name of it is used.
+IMPORTED = [run.main, child.serve, *(find_phase(name).build_engine for name in phase_names())]
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [__name__, "pytest"]
+)  # pytest: a process's parent's main module is imported, too
+
+
+class Forked:
+    """A command's process, with those methods of `subprocess.Popen` that tests call.
+
+    Args:
+        module: the module whose function `main` is the command.
+        arguments: the arguments of `main`.
+        env: environment variables beside those of the tests. A variable that a library reads when it is imported
+            has the value that it had when the first of these processes was started.
+    """
+
+    def __init__(self, module: str, *arguments: Any, env: Mapping[str, str] | None = None) -> None:
+        (stdin, ours), *outputs = (FORKS.Pipe(duplex=False) for _ in range(3))
+        self.stdin = os.fdopen(os.dup(ours.fileno()), "w")
+        self.stdout, self.stderr = (os.fdopen(os.dup(read.fileno())) for read, _ in outputs)
+        streams = [stdin, *(write for _, write in outputs)]
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+        self._process = FORKS.Process(target=_run, args=(streams, variables, module, arguments))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a server", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def finish(self, text: str = "") -> tuple[int, str, str]:
+        """Write a text to the command and wait for its end. Returns its exit code and both of its outputs."""
+        with self.stdin, self.stdout, self.stderr:
+            self.stdin.write(text)
+            self.stdin.close()
+            printed, logged = self.stdout.read(), self.stderr.read()
+        return self.wait(), printed, logged
+
+
+def _run(
+    streams: Sequence[Connection], variables: Mapping[str, str], module: str, arguments: Sequence[Any]
+) -> None:
+    """Run a command with these standard streams and environment variables. Runs in the new process."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    # Python's own were opened for other files.
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(variables)
+    process.SPAWN = multiprocessing.get_context("fork")  # type: ignore[assignment]
+    sys.exit(importlib.import_module(module).main(*arguments))
