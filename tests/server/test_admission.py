@@ -16,8 +16,6 @@ from common.constrained.grammar import Grammar
 from common.hosting.async_engine import RemoteCompiler
 from common.server.api import bodies, intake
 from common.server.api.bodies import Bodies
-from common.server.api.lanes import Lane
-from common.server.errors import ApiError
 from tests.support.engines import build, tiny_model, until
 from tests.support.servers import MODEL, HeldTokenizer, started
 
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.anyio
 class Held:
     """Wraps a function: records its calls, and holds each until `open` is set."""
 
-    def __init__(self, function: Callable[..., Any] = lambda: "done") -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.open = threading.Event()
         self.calls: list[Any] = []
         self._function = function
@@ -53,44 +51,6 @@ def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Held]:
         return held
 
     return hold
-
-
-# ---------------------------------------------------------------------- lanes
-
-
-async def test_a_full_lane_refuses_and_takes_the_next_when_a_thread_is_free() -> None:
-    lane, held = Lane("sorting", threads=1, limit=3, retry_after_s=7), Held()
-    running = [asyncio.create_task(lane.run(held)) for _ in range(3)]
-    await until(lambda: len(held.calls) == 1)
-    with pytest.raises(ApiError, match="3 requests are sorting") as refused:
-        await lane.run(held)
-    assert (refused.value.status, refused.value.code) == (503, "sorting_busy")
-    assert refused.value.headers == {"Retry-After": "7"}
-    held.open.set()
-    assert await asyncio.gather(*running) == ["done"] * 3
-    await until(lambda: lane.jobs == 0)
-    assert await lane.run(held) == "done"
-
-
-async def test_cancelled_work_counts_until_its_thread_is_free() -> None:
-    lane, held = Lane("sorting", threads=1, limit=2), Held()
-    begun, waiting = (asyncio.create_task(lane.run(held)) for _ in range(2))
-    await until(lambda: len(held.calls) == 1)
-    for task in (begun, waiting):
-        task.cancel()
-    await asyncio.gather(begun, waiting, return_exceptions=True)
-    assert lane.jobs == 1, "the thread is still at work"
-    held.open.set()
-    await until(lambda: lane.jobs == 0)
-    assert len(held.calls) == 1, "nobody waits for the other one"
-
-
-async def test_a_lane_raises_its_works_error() -> None:
-    lane = Lane("sorting", threads=1, limit=1)
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            await lane.run(lambda: 1 // 0)
-        await until(lambda: lane.jobs == 0)
 
 
 # ---------------------------------------------------------------------- grammars

@@ -8,11 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from common.engine.reference import generate
-from common.models.registry import load_model, open_checkpoint
-from common.request import Request, SamplingParams
 from tests.conftest import OwnPrompt
 from tests.support.servers import (
     ServerProcess,
@@ -21,7 +17,6 @@ from tests.support.servers import (
     in_background,
     read_events,
     texts,
-    tokens_of,
 )
 
 GREEDY = {"prompt": "The lantern was in the"}
@@ -97,19 +92,6 @@ def test_json_answer_has_openais_shape(server: ServerProcess) -> None:
         "length",
         "length",
     )
-
-
-def test_greedy_tokens_are_those_of_the_reference(server: ServerProcess) -> None:
-    checkpoint = open_checkpoint("zoo:llama-tiny")
-    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=1024)
-    tokenizer = checkpoint.tokenizer()
-    prompt = tokenizer.encode("Once upon a time")
-    greedy = SamplingParams(temperature=0, max_new_tokens=40)
-    request = Request("solo", prompt, greedy, model.config.eos_token_ids)
-    expected = [output.token_id for output in generate(model, request)]
-    assert tokens_of(server.events(max_tokens=40)) == expected
-    # A prompt of ids gets no special tokens. Here the ids include them already.
-    assert tokens_of(server.events(max_tokens=40, prompt=prompt)) == expected
 
 
 # ---------------------------------------------------------------------- stream or JSON

@@ -13,7 +13,7 @@ import pytest
 
 from common.server.http.connections import ConnectionLimits
 from common.server.page.live_view import MAX_RECORDINGS
-from tests.support.servers import HANG_S, LocalServer, ServerProcess, assert_error, eventually
+from tests.support.servers import HANG_S, LocalServer, ServerProcess, assert_error, eventually, everything
 from tests.support.traces import assert_valid, read_trace, requests_of
 
 SERVED = "phase7_chunked"
@@ -67,12 +67,8 @@ def local() -> Iterator[LocalServer]:
 
 def ask(server: LocalServer, method: bytes, path: bytes) -> socket.socket:
     """Return a connection with a small buffer, after sending a request on it."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(HANG_S)
-    connection.connect(("127.0.0.1", server.port))
-    connection.sendall(b"%b %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % (method, path))
-    return connection
+    request = b"%b %b HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % (method, path)
+    return server.connect(request, buffer_bytes=4096)
 
 
 def test_too_many_traces_are_refused(local: LocalServer) -> None:
@@ -90,9 +86,7 @@ def test_too_many_traces_are_refused(local: LocalServer) -> None:
 def test_head_of_an_endless_route_ends_at_once(local: LocalServer, path: bytes) -> None:
     with ask(local, b"HEAD", path) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-        answers = b""
-        while more := connection.recv(4096):
-            answers += more
+        answers = everything(connection)
         eventually(lambda: not local.engine.watchers)
     head, _, version = answers.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")

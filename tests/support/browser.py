@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,10 @@ KEYS = {
     "ArrowRight": 39,
     "Home": 36,
     "End": 35,
-    "Tab": 9,
-    " ": 32,
     "Enter": 13,
     "Escape": 27,
 }
-TEXTS = {" ": " ", "Enter": "\r"}  # the texts that keys write
-SHIFT = 8
+TEXTS = {"Enter": "\r"}  # the texts that keys write
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"),
@@ -78,7 +74,6 @@ class Tab:
         self._session = {"sessionId": attached["sessionId"]}
         for domain in ("Runtime", "Log", "Page", "Network"):
             self.command(f"{domain}.enable")
-        self.command("Performance.enable")
 
     def _address(self) -> str:
         """Return the address that Chromium prints when it listens."""
@@ -161,53 +156,28 @@ class Tab:
         """Write into the field that has the focus."""
         self.command("Input.insertText", text=text)
 
-    def press(self, key: str, *, shift: bool = False) -> None:
+    def press(self, key: str) -> None:
         text = {"text": TEXTS[key]} if key in TEXTS else {}
         for kind in ("keyDown", "keyUp"):
             self.command(
                 "Input.dispatchKeyEvent",
                 type=kind,
                 key=key,
-                code="Space" if key == " " else key,
+                code=key,
                 windowsVirtualKeyCode=KEYS[key],
-                modifiers=SHIFT if shift else 0,
                 **(text if kind == "keyDown" else {}),
             )
 
-    def point(self, selector: str, *, click: bool = False, corner: bool = False) -> None:
-        """Move the pointer to the middle of an element, or just into its upper left corner."""
-        inside = "{x: b.x + 9, y: b.y + 9}" if corner else "{x: b.x + b.width / 2, y: b.y + b.height / 2}"
+    def point(self, selector: str, *, click: bool = False) -> None:
+        """Move the pointer to the middle of an element."""
         place = self.ask(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
-            f" const b = e.getBoundingClientRect(); return {inside}; }})()"
+            " const b = e.getBoundingClientRect(); return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
         )
         self.command("Input.dispatchMouseEvent", type="mouseMoved", **place)
         if click:
             for kind in ("mousePressed", "mouseReleased"):
                 self.command("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
-
-    @contextmanager
-    def counted(self) -> Iterator[dict[str, int]]:
-        """Count the work that the page does inside: its layouts, elements, and blocks of JavaScript run."""
-        cost: dict[str, int] = {}
-        self.command("Profiler.enable")
-        self.command("Profiler.startPreciseCoverage", callCount=True, detailed=True)
-        before = self._layouts()
-        yield cost
-        cost["layouts"] = self._layouts() - before
-        cost["elements"] = self.ask("document.querySelectorAll('*').length")
-        scripts = self.command("Profiler.takePreciseCoverage")["result"]
-        cost["blocks"] = sum(
-            block["count"]
-            for script in scripts
-            for function in script["functions"]
-            for block in function["ranges"]
-        )
-        self.command("Profiler.stopPreciseCoverage")
-
-    def _layouts(self) -> int:
-        metrics = {each["name"]: each["value"] for each in self.command("Performance.getMetrics")["metrics"]}
-        return int(metrics["LayoutCount"])
 
     def violations(self, selector: str) -> list[str]:
         """Return the violations that axe-core finds below an element: contrast, names, roles."""
