@@ -34,54 +34,29 @@ _VLLM_COUNTERS = {
 
 #: The histograms, all with vLLM's names: an attribute of `RequestTelemetry`, the name after `vllm:`, the help text.
 _HISTOGRAMS = (
-    (
-        "time_to_first_token_s",
-        "time_to_first_token_seconds",
-        "From a request's submission to its first token",
-    ),
-    (
-        "inter_token_latency_s",
-        "inter_token_latency_seconds",
-        "From one token of a request to its next, in seconds",
-    ),
-    # The older name of the metric above, which older dashboards use.
+    ("time_to_first_token_s", "time_to_first_token_seconds", "From submission to the first token"),
+    ("inter_token_latency_s", "inter_token_latency_seconds", "From one token to the next"),
     (
         "inter_token_latency_s",
         "time_per_output_token_seconds",
-        "From one token of a request to its next, in seconds",
+        "The same, under the name of older dashboards",
     ),
-    ("end_to_end_s", "e2e_request_latency_seconds", "From a request's submission to its end"),
-    (
-        "queue_s",
-        "request_queue_time_seconds",
-        "From a request's submission until its prefill begins, or until it leaves the queue otherwise",
-    ),
-    ("prefill_s", "request_prefill_time_seconds", "From there to a request's first token"),
-    ("decode_s", "request_decode_time_seconds", "From a request's first token to its last"),
-    (
-        "inference_s",
-        "request_inference_time_seconds",
-        "From the beginning of a request's prefill to its last token",
-    ),
+    ("end_to_end_s", "e2e_request_latency_seconds", "From submission to the end"),
+    ("queue_s", "request_queue_time_seconds", "From submission to the beginning of the prefill"),
+    ("prefill_s", "request_prefill_time_seconds", "From there to the first token"),
+    ("decode_s", "request_decode_time_seconds", "From the first token to the last"),
+    ("inference_s", "request_inference_time_seconds", "From the beginning of the prefill to the last token"),
     (
         "between_tokens_s",
         "request_time_per_output_token_seconds",
-        "The mean of the times between a request's tokens",
+        "Mean of the times between a request's tokens",
     ),
-    (
-        "computed_lengths",
-        "request_prefill_kv_computed_tokens",
-        "Prompt tokens of a request that were not found in the prefix cache",
-    ),
+    ("computed_lengths", "request_prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache"),
     ("choices", "request_params_n", "Choices of a prompt"),
     ("most_new_tokens", "request_params_max_tokens", "The most new tokens that a choice may have"),
     ("prompt_lengths", "request_prompt_tokens", "Prompt tokens of a request"),
     ("answer_lengths", "request_generation_tokens", "New tokens of a request"),
-    (
-        "longest_choices",
-        "request_max_num_generation_tokens",
-        "New tokens of the longest of the choices that continue a prompt",
-    ),
+    ("longest_choices", "request_max_num_generation_tokens", "New tokens of a prompt's longest choice"),
 )
 
 #: Pages may take a twentieth of the event loop's time, and more for some seconds. Clients that ask in a loop, for

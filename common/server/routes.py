@@ -23,7 +23,7 @@ from common.server.api.answer import Answer, WireFormat, collect, stream_events
 from common.server.api.bodies import MAX_BODY_BYTES, Body
 from common.server.api.stream import EventStream, while_connected
 from common.server.api.wanted import GenerationRequest
-from common.server.errors import SHOULD_RETRY, ErrorResponse, from_exception, status_at
+from common.server.errors import SHOULD_RETRY, ErrorResponse, from_exception, json_response, status_at
 from common.server.http.middleware import client_of
 from common.server.logs import log_departure, log_end, log_refusal
 from common.server.metrics import count_choices
@@ -47,27 +47,14 @@ class JsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             service: Service = request.app.state.server
             with refusals_logged(request):
-                wanted = await read(request, service, form)
+                body = await service.bodies.read_json(request)
+                request.state.arrived_s = time.monotonic()
+                wanted = await service.intake.parse(request, body, form)
+            service.note_ignored(request, wanted)
             answer: Response = await self.endpoint(request, service, wanted)
             return answer
 
         return handle
-
-
-async def read(request: Request, service: Service, form: type[Body]) -> Body:
-    """Read and validate a request's body as a `form`, and note its unknown fields.
-
-    Sets `arrived_s` in the request's state: the time by which the body had come, on `time.monotonic`'s clock.
-
-    Raises:
-        ApiError: as `Bodies.read_json` and `Intake.parse`.
-        ClientDisconnect: the client left.
-    """
-    body = await service.bodies.read_json(request)
-    request.state.arrived_s = time.monotonic()
-    wanted = await service.intake.parse(request, body, form)
-    service.note_ignored(request, wanted)
-    return wanted
 
 
 @contextlib.contextmanager
@@ -129,6 +116,11 @@ async def generate(
         raise
     finally:
         close(client_left)
+
+
+async def convert(request: Request, service: Service, work: Callable[[], object]) -> Response:
+    """Run `work` in the lane `converting`, and answer with its result as JSON."""
+    return json_response(await while_connected(request.receive, service.admission.converting.run(work)))
 
 
 async def _submit(service: Service, wanted: GenerationRequest, answer_id: str, arrived_s: float) -> Answer:

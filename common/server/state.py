@@ -12,11 +12,11 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from common.engine.telemetry import PAGE_STEPS
-from common.errors import ShuttingDownError
 from common.models.generation_config import origin_of
 from common.server.api.bodies import check_model
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError, json_response
+from common.server.page.live_view import check_serves
 from common.server.page.page import PAGE_HEADERS
 from common.server.routes import answers
 from common.server.service import Served, Service
@@ -200,8 +200,7 @@ async def ready(service: Served) -> Response:
     A server that answers 503 should get no requests.
     """
     service.require_health()
-    if service.engine.draining:
-        raise ShuttingDownError("draining: the server is shutting down")
+    check_serves(service.engine)
     reply: Health = {"status": "ok", "phase": service.engine.facts.phase.slug}
     return json_response(reply)
 

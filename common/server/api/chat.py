@@ -35,11 +35,10 @@ from common.server.api.conversation import (
 )
 from common.server.api.logprobs import ChatLogprobs, chat_logprobs
 from common.server.api.parts import ArgumentsPart, CallPart, Part, ReasoningPart, TextPart
-from common.server.api.stream import while_connected
 from common.server.api.tools import CHOICE, ToolChoice
 from common.server.api.wanted import NewTokens, Whole
-from common.server.errors import json_response, refused
-from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, event_stream, generate
+from common.server.errors import refused
+from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
 from common.text.chat_template import BREAK
 
@@ -347,5 +346,4 @@ async def apply_template(request: Request, service: Served, wanted: ChatRequest)
         (text,) = wanted.prompts(service.dialect)
         return {"prompt": text.replace(BREAK, "")}
 
-    work = service.admission.converting.run(render)
-    return json_response(await while_connected(request.receive, work))
+    return await convert(request, service, render)

@@ -34,10 +34,7 @@ class TextPart(Fields):
 #: An id or a name that a client chooses, and that changes no answer.
 Label = Annotated[str, Field(max_length=256)]
 
-Content = Annotated[
-    OneText | Parts[TextPart],
-    by_type("a string, or a list of parts of type text"),
-]
+Content = Annotated[OneText | Parts[TextPart], by_type("a string, or a list of parts of type text")]
 
 
 def text_of(content: Any) -> str:

@@ -60,13 +60,7 @@ CHARACTERS_A_TOKEN = 8
 class Intake:
     """Validates bodies, compiles grammars, tokenizes prompts and submits requests to an engine."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        admission: Admission,
-        limits: Limits,
-        dialect: Dialect,
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, admission: Admission, limits: Limits, dialect: Dialect) -> None:
         self._engine = engine
         self._admission = admission
         self._limits = limits
@@ -172,20 +166,14 @@ class Intake:
 
         return await self._admission.compiling.run(compile_all)
 
-    async def count(self, wanted: GenerationRequest) -> int:
-        """Return the number of tokens of a request's only prompt.
+    def count(self, wanted: ConversationRequest) -> int:
+        """Return the number of tokens of a conversation. Any thread may call this.
 
         Raises:
-            ApiError: 503, the lane `converting` is full.
             InvalidRequestError: the conversation cannot be rendered, or its text is too long.
         """
-
-        def count() -> int:
-            (text,) = wanted.prompts(self._dialect)
-            assert isinstance(text, str), "a conversation becomes text"
-            return len(self.encode(text, add_special_tokens=wanted.adds_special_tokens))
-
-        return await self._admission.converting.run(count)
+        (text,) = wanted.prompts(self._dialect)
+        return len(self.encode(text, add_special_tokens=wanted.adds_special_tokens))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text that may have more tokens than a request. Any thread may call this.

@@ -46,9 +46,8 @@ from common.server.api.answer import Answer, Choice, ItemFormat
 from common.server.api.bodies import Fields, OneText, Parts, by_type, note
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.parts import CallPart, Part, ReasoningPart
-from common.server.api.stream import event, while_connected
+from common.server.api.stream import event
 from common.server.api.tools import (
-    CalledFunction,
     FunctionFields,
     Named,
     NamedTool,
@@ -57,8 +56,8 @@ from common.server.api.tools import (
     by_kind,
 )
 from common.server.api.wanted import StopString
-from common.server.errors import ErrorDetail, MessagesError, from_exception, json_response, refused
-from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, event_stream, generate
+from common.server.errors import ErrorDetail, MessagesError, from_exception, refused
+from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
 
 router = APIRouter(route_class=JsonRoute)
@@ -109,10 +108,7 @@ class ToolUseBlock(Fields):
 
 
 _BY_CONTENT = by_type("a string, or a list of blocks")
-Texts = Annotated[
-    OneText | Parts[TextBlock],
-    _BY_CONTENT,
-]
+Texts = Annotated[OneText | Parts[TextBlock], _BY_CONTENT]
 
 
 class ToolResultBlock(Fields):
@@ -142,10 +138,7 @@ class InputMessage(Fields):
     """A message of the conversation. An answer's `role` and `content` can be sent back as they are."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        OneText | Parts[Block],
-        _BY_CONTENT,
-    ]
+    content: Annotated[OneText | Parts[Block], _BY_CONTENT]
 
     @property
     def blocks(self) -> Sequence[Any]:
@@ -157,7 +150,11 @@ class InputMessage(Fields):
         blocks = self.blocks
         if self.role == "assistant":
             thoughts = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-            calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+            calls = [
+                ToolCall.of(block.id, block.name, to_json(block.input).decode())
+                for block in blocks
+                if isinstance(block, ToolUseBlock)
+            ]
             text = _text([block for block in blocks if isinstance(block, TextBlock)])
             messages.append(
                 chat.message("assistant", text, reasoning_content=thoughts or None, tool_calls=calls or None)
@@ -182,12 +179,6 @@ def _text(content: Any) -> Any:
         return content or ""
     parts = [chat.TextPart.model_construct(type="text", text=block.text) for block in content]
     return parts[0].text if len(parts) == 1 else parts
-
-
-def _call(block: ToolUseBlock) -> ToolCall:
-    arguments = to_json(block.input).decode()
-    function = CalledFunction.model_construct(name=block.name, arguments=arguments)
-    return ToolCall.model_construct(id=block.id, function=function)
 
 
 class CustomTool(FunctionFields):
@@ -567,5 +558,8 @@ async def create_message(request: Request, service: Served, wanted: MessagesRequ
 @router.post("/v1/messages/count_tokens", **answers(TokenCount, OF_BODIES, strict=True, error=MessagesError))
 async def count_tokens(request: Request, service: Served, wanted: MessagesRequest) -> Response:
     """Return the number of tokens of the prompt that a body of `/v1/messages` becomes."""
-    reply: TokenCount = {"input_tokens": await while_connected(request.receive, service.intake.count(wanted))}
-    return json_response(reply)
+
+    def count() -> TokenCount:
+        return {"input_tokens": service.intake.count(wanted)}
+
+    return await convert(request, service, count)

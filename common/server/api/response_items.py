@@ -34,7 +34,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from common.server.api.bodies import Fields, OneText, Parts, by_type
 from common.server.api.conversation import ChatMessage, Label, message
-from common.server.api.tools import CalledFunction, ToolCall
+from common.server.api.tools import ToolCall
 from common.server.errors import ApiError, refused, shorten
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -86,9 +86,7 @@ class FunctionCall(ItemFields):
     """the JSON text of an object"""
 
     def as_call(self) -> ToolCall:
-        name = flat_name(self.namespace, self.name)
-        function = CalledFunction.model_construct(name=name, arguments=self.arguments)
-        return ToolCall.model_construct(id=self.call_id, function=function)
+        return ToolCall.of(self.call_id, flat_name(self.namespace, self.name), self.arguments)
 
 
 class FunctionCallOutput(ItemFields):

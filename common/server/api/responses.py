@@ -67,7 +67,7 @@ from common.server.api.response_items import (
     messages_of,
     owner_of,
 )
-from common.server.api.stream import event, while_connected
+from common.server.api.stream import event
 from common.server.api.tools import (
     BY_CHOICE,
     CHOICE,
@@ -81,7 +81,7 @@ from common.server.api.tools import (
 )
 from common.server.api.wanted import NewTokens, Whole, naming
 from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused, shorten
-from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, event_stream, generate
+from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
 
 router = APIRouter(route_class=JsonRoute)
@@ -803,6 +803,8 @@ async def list_input_items(
 @router.post("/openai/v1/responses/input_tokens", **answers(InputTokens, OF_BODIES, strict=True))
 async def count_input_tokens(request: Request, service: Served, wanted: ResponsesRequest) -> Response:
     """Return the number of tokens of the prompt that the body of a response becomes."""
-    tokens = await while_connected(request.receive, service.intake.count(wanted))
-    reply: InputTokens = {"object": "response.input_tokens", "input_tokens": tokens}
-    return json_response(reply)
+
+    def count() -> InputTokens:
+        return {"object": "response.input_tokens", "input_tokens": service.intake.count(wanted)}
+
+    return await convert(request, service, count)

@@ -12,10 +12,9 @@ from typing_extensions import TypedDict
 
 from common.server.api.bodies import Body, Limits, check_model
 from common.server.api.conversation import Messages, TemplateOptions
-from common.server.api.stream import while_connected
 from common.server.api.wanted import TokenId
-from common.server.errors import json_response, refused
-from common.server.routes import OF_BODIES, JsonRoute, answers
+from common.server.errors import refused
+from common.server.routes import OF_BODIES, JsonRoute, answers, convert
 from common.server.service import Served
 from common.text.dialect import Dialect
 
@@ -89,7 +88,7 @@ class Text(TypedDict):
 async def tokenize(request: Request, service: Served, wanted: TokenizeRequest) -> Response:
     """Return the token ids of a text, or of a conversation as chat renders it."""
 
-    def convert() -> Tokens:
+    def encode() -> Tokens:
         text = wanted.text(service.dialect)
         tokens = service.intake.encode(text, add_special_tokens=wanted.adds_special_tokens)
         spelled = service.engine.maker.tokenizer.spelled
@@ -100,16 +99,14 @@ async def tokenize(request: Request, service: Served, wanted: TokenizeRequest) -
             "token_strs": [spelled(token) for token in tokens] if wanted.return_token_strs else None,
         }
 
-    work = service.admission.converting.run(convert)
-    return json_response(await while_connected(request.receive, work))
+    return await convert(request, service, encode)
 
 
 @router.post("/detokenize", **answers(Text, OF_BODIES))
 async def detokenize(request: Request, service: Served, wanted: DetokenizeRequest) -> Response:
     """Return the text of token ids, special tokens included."""
 
-    def convert() -> Text:
+    def decode() -> Text:
         return {"prompt": service.engine.maker.tokenizer.decode(wanted.tokens, skip_special_tokens=False)}
 
-    work = service.admission.converting.run(convert)
-    return json_response(await while_connected(request.receive, work))
+    return await convert(request, service, decode)

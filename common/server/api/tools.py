@@ -212,5 +212,11 @@ class ToolCall(Fields):
     index: int | None = None
     """not read; streamed calls have it"""
 
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: str) -> ToolCall:
+        """Return a call made of values that were validated already."""
+        function = CalledFunction.model_construct(name=name, arguments=arguments)
+        return cls.model_construct(id=call_id, function=function)
+
     def for_template(self) -> dict[str, Any]:
         return call_for_template(self.id, self.function.name, self.function.arguments)

@@ -33,7 +33,7 @@ from common.hosting.async_engine import AsyncEngine
 from common.hosting.calls import EngineCalls
 from common.observing.frames import Frame, Header, header
 from common.server.api.stream import event
-from common.server.errors import from_exception, unavailable
+from common.server.errors import unavailable
 
 MAX_VIEWERS = 8
 MAX_QUEUED = 50  # frames for each viewer
@@ -41,6 +41,14 @@ TICK_S = 0.25  # seconds between two checks whether the latest step has a frame
 #: Most recordings at a time. Each recording writes every step's events again, in the engine's thread.
 MAX_RECORDINGS = 4
 FETCH_S = 0.1  # seconds between two pieces of a trace
+
+
+def check_serves(engine: AsyncEngine) -> None:
+    """Raise the error that says why an engine takes no requests any more, if it takes none."""
+    if engine.dead is not None:
+        raise engine.dead
+    if engine.draining:
+        raise ShuttingDownError("draining: the server is shutting down")
 
 
 class Viewer:
@@ -109,11 +117,10 @@ class LiveView:
         """Return a new viewer. Call `close` when its stream has ended.
 
         Raises:
-            ApiError: 503, there are `MAX_VIEWERS` viewers already, the server is shutting down, or its engine is
-                dead.
+            ApiError: 503, there are `MAX_VIEWERS` viewers already.
+            ShuttingDownError, EngineDeadError: no steps will come.
         """
-        if self._is_over():
-            raise from_exception(ShuttingDownError("the server is shutting down, or its engine is dead"))
+        check_serves(self._engine)
         if len(self._viewers) >= MAX_VIEWERS:
             raise unavailable(
                 f"{MAX_VIEWERS} look already, as many as may: close another page",
@@ -157,13 +164,10 @@ class LiveView:
         """
         while True:
             await asyncio.sleep(TICK_S)
-            if self._is_over():
+            if self._engine.draining or self._engine.dead is not None:
                 self.end()
             else:
                 self._engine.call(EngineCalls.catch_up)
-
-    def _is_over(self) -> bool:
-        return self._engine.draining or self._engine.dead is not None
 
 
 class Recordings:
@@ -178,12 +182,10 @@ class Recordings:
         """Check that another recording may begin.
 
         Raises:
-            ApiError: 503, too many recordings run, the server is shutting down, or its engine is dead.
+            ApiError: 503, too many recordings run.
+            ShuttingDownError, EngineDeadError: no steps will come.
         """
-        if self._engine.dead is not None:
-            raise from_exception(self._engine.dead)
-        if self._engine.draining:
-            raise from_exception(ShuttingDownError("draining: the server is shutting down"))
+        check_serves(self._engine)
         if self._running >= MAX_RECORDINGS:
             raise unavailable(
                 f"{MAX_RECORDINGS} traces are being recorded, the most at a time: try again later",

@@ -31,12 +31,7 @@ MOST_TOKENS = 512
 STARTERS = 12  # messages that may begin conversations at once: the length of `STARTERS` in `words.js`
 
 #: Words of the form for a model with a chat template, and for a model that only continues text.
-CHAT = {
-    "mode": "chat",
-    "verb": "Send",
-    "prompt_label": "Message",
-    "chat_only": "",
-}
+CHAT = {"mode": "chat", "verb": "Send", "prompt_label": "Message", "chat_only": ""}
 COMPLETION = {
     "mode": "completion",
     "verb": "Complete",
