@@ -33,7 +33,7 @@ from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
 from common.observing.trace import TraceFile
 from common.server.app import create_app
-from common.server.http.connections import Config, ConnectionLimits
+from common.server.http.connections import Config
 from common.server.http.middleware import AllowedHosts
 from common.server.http.sockets import allow_open_files, listen, url_of
 from common.server.logs import configure_logging, printable
@@ -120,13 +120,7 @@ def serve(
             the engine cannot be built.
     """
     engine = new_engine(build, options, process)
-    limits = ConnectionLimits(
-        connections=allow_open_files(options.max_connections),
-        per_address=options.max_connections_per_address,
-        keep_alive_s=options.keep_alive_timeout,
-        receive_s=options.body_timeout,
-        send_s=options.send_timeout,
-    )
+    options.max_connections = allow_open_files(options.max_connections)
     check_tls(options)  # before the model, whose loading may take minutes
     with listen(options) as listener:
         if options.trace is not None:
@@ -137,24 +131,10 @@ def serve(
         service: Service = app.state.server
         address = url_of(listener, tls=options.ssl_certfile is not None)
         server = Server(
-            Config(
-                app,
-                limits,
-                service.answers,
-                path_prefix=options.root_path,
-                loop="asyncio",  # even if uvloop is installed, as by Ray
-                lifespan="on",
-                ws="none",
-                log_config=None,
-                access_log=options.log_level == "debug",
-                **options.proxy_settings(),
-                ssl_certfile=options.ssl_certfile,
-                ssl_keyfile=options.ssl_keyfile,
-            ),
+            Config(app, options, service.answers),
             service,
             ready=f"ready: {engine.facts.phase.slug} serves {service.model_name} at {address}"
             + ("" if options.uds else " (open it in a browser)"),
-            shutdown_timeout_s=options.shutdown_timeout,
         )
         if options.trace is not None:
             engine.call(EngineCalls.trace_to, options.trace)
@@ -188,13 +168,11 @@ class Server(uvicorn.Server):
     say that the server is draining.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, service: Service, *, ready: str, shutdown_timeout_s: float
-    ) -> None:
+    def __init__(self, config: Config, service: Service, *, ready: str) -> None:
         super().__init__(config)
         self.service = service
         self.ready = ready
-        self.shutdown_timeout_s = shutdown_timeout_s
+        self.shutdown_timeout_s = config.options.shutdown_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._left_s = 0.0  # seconds of the shutdown timeout that draining has left

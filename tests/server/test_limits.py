@@ -12,6 +12,7 @@ import json
 import logging
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator
 from unittest.mock import MagicMock
 
@@ -24,11 +25,11 @@ from common.server.http.connections import (
     FREE_BODY_PIECES,
     Config,
     Connection,
-    ConnectionLimits,
     TooMany,
 )
 from common.server.http.middleware import OPEN_PATHS
 from common.server.http.sockets import allow_open_files
+from common.server.options import ServerOptions
 from tests.support.servers import (
     HANG_S,
     HEAD,
@@ -49,8 +50,7 @@ def strict() -> Iterator[LocalServer]:
     """A server with short timeouts."""
     with LocalServer(
         "phase5_continuous",
-        limits=ConnectionLimits(keep_alive_s=0.6, receive_s=0.4, send_s=0.5),
-        body_timeout_s=1.0,
+        server_options=ServerOptions(keep_alive_timeout=0.6, body_timeout=0.6, send_timeout=0.5),
         max_seq_len=4096,
     ) as server:
         server.client.headers["Connection"] = (
@@ -216,20 +216,22 @@ def test_an_answer_that_is_read_slowly(strict: LocalServer) -> None:
 
 def test_too_many_connections(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SPARE_CONNECTIONS", 4)
-    limits = ConnectionLimits(connections=10)
-    with LocalServer("phase5_continuous", limits=limits, max_seq_len=64) as server:
+    most = 10
+    with LocalServer(
+        "phase5_continuous", server_options=ServerOptions(max_connections=most), max_seq_len=64
+    ) as server:
         server.client.close()
         eventually(lambda: not server.http.server_state.connections)
         with contextlib.ExitStack() as idle:
-            for _ in range(limits.connections):
+            for _ in range(most):
                 idle.enter_context(server.connect())
-            eventually(lambda: len(server.http.server_state.connections) == limits.connections)
+            eventually(lambda: len(server.http.server_state.connections) == most)
             with server.connect(with_body({})) as connection:
                 assert_told(everything(connection), 503, "too_many_connections")
             with server.connect(GET_HEALTH) as connection:
                 assert b" 200 OK" in connection.recv(65536)
             crowd = [idle.enter_context(server.connect()) for _ in range(12)]
-            eventually(lambda: len(server.http.server_state.connections) <= limits.connections + 4)
+            eventually(lambda: len(server.http.server_state.connections) <= most + 4)
             assert [everything(each) for each in crowd[4:]] == [b""] * 8
             assert caplog.text.count("the most that --max-connections allows") == 1
         eventually(lambda: not server.http.server_state.connections)
@@ -239,7 +241,7 @@ def test_too_many_connections(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 
 @pytest.mark.anyio
 async def test_too_many_connections_of_one_address(caplog: pytest.LogCaptureFixture) -> None:
-    config = Config(hanging, ConnectionLimits(connections=8), lifespan="off", ws="none", log_config=None)
+    config = Config(hanging, ServerOptions(max_connections=8), Counter())
     state = ServerState()
 
     def connect_from(host: str) -> Connection:
@@ -277,8 +279,7 @@ async def test_open_paths_are_open_beyond_the_bound_below_a_prefix(prefix: str) 
         if message["type"] == "http.response.start":
             told.append(message["status"])
 
-    limits = ConnectionLimits(connections=1)
-    config = Config(app, limits, path_prefix="/llm", lifespan="off", ws="none", log_config=None)
+    config = Config(app, ServerOptions(max_connections=1, root_path="/llm"), Counter())
     state = ServerState()
     first, second = (connection_of(transport_of(), state, config) for _ in range(2))
     for path in sorted(OPEN_PATHS):
@@ -325,7 +326,9 @@ def test_half_a_body_does_not_hold_up_the_end() -> None:
 
 def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        LocalServer("phase5_continuous", max_seq_len=4096, shutdown_timeout_s=0.2) as server,
+        LocalServer(
+            "phase5_continuous", server_options=ServerOptions(shutdown_timeout=0.2), max_seq_len=4096
+        ) as server,
         server.raw(stream=True, max_tokens=3000, ignore_eos=True),
     ):
         eventually(lambda: any(each.flow.write_paused for each in server.http.server_state.connections))

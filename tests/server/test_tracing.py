@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.server.http.connections import ConnectionLimits
+from common.server.options import ServerOptions
 from common.server.page.live_view import MAX_RECORDINGS
 from tests.support.servers import HANG_S, LocalServer, ServerProcess, assert_error, eventually, everything
 from tests.support.traces import assert_valid, read_trace, requests_of
@@ -58,7 +58,7 @@ def test_a_reader_who_leaves_has_a_trace_and_the_server_goes_on(server: ServerPr
 @pytest.fixture
 def local() -> Iterator[LocalServer]:
     """A server whose clients must read sent bytes within half a second."""
-    server = LocalServer(SERVED, limits=ConnectionLimits(send_s=0.5), max_seq_len=4096)
+    server = LocalServer(SERVED, server_options=ServerOptions(send_timeout=0.5), max_seq_len=4096)
     yield server
     eventually(lambda: not server.engine.watchers)
     assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2

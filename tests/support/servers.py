@@ -30,7 +30,7 @@ from common.models.registry import open_checkpoint
 from common.server import run as serve
 from common.server.app import create_app
 from common.server.http import sockets
-from common.server.http.connections import Config, ConnectionLimits
+from common.server.http.connections import Config
 from common.server.http.middleware import AllowedHosts
 from common.server.options import ServerOptions
 from common.server.service import Service
@@ -316,16 +316,15 @@ class LocalServer(Served):
 
     Args:
         phase: name of its package.
-        options: options of the engine. The other arguments are settings of the server.
+        server_options: options of the server.
+        options: options of the engine.
     """
 
     def __init__(
         self,
         phase: str,
         *,
-        limits: ConnectionLimits | None = None,
-        body_timeout_s: float = 30.0,
-        shutdown_timeout_s: float = 30.0,
+        server_options: ServerOptions | None = None,
         **options: Any,
     ) -> None:
         package = find_phase(phase)
@@ -335,22 +334,11 @@ class LocalServer(Served):
         self.listener = sockets.bind("127.0.0.1", 0)
         # With a small buffer, a few hundred tokens fill it if a client reads nothing.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        app = create_app(self.async_engine, ServerOptions(body_timeout=body_timeout_s))
+        server_options = server_options or ServerOptions()
+        app = create_app(self.async_engine, server_options)
         self.service: Service = app.state.server
-        self.http = serve.Server(
-            Config(
-                app,
-                limits or ConnectionLimits(),
-                self.service.answers,
-                lifespan="on",
-                ws="none",
-                log_config=None,
-                access_log=False,
-            ),
-            self.service,
-            ready="ready",
-            shutdown_timeout_s=shutdown_timeout_s,
-        )
+        config = Config(app, server_options, self.service.answers)
+        self.http = serve.Server(config, self.service, ready="ready")
         self._thread = threading.Thread(target=self.http.run, args=([self.listener],))
         self._thread.start()
         eventually(lambda: self.http.started)

@@ -17,7 +17,6 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -32,13 +31,15 @@ from common.server.errors import ApiError, from_exception, unavailable
 from common.server.http.middleware import OPEN_PATHS, Guard, ip_address, without_root
 from common.server.http.sockets import SPARE_CONNECTIONS
 from common.server.logs import log_refusal
+from common.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 #: Timeouts of a connection beyond the bound on their number, in seconds: for a request's head, and between
 #: requests.
 SPARE_TIMEOUT_S = 5.0
-#: If a client takes fewer bytes than this of its answer within `send_s`, its connection is closed.
+#: If a client takes fewer bytes than this of its answer within `--send-timeout`, its connection is closed. The time
+#: runs while over 64 KiB wait for the client, until 16 KiB are left.
 MUST_TAKE_BYTES = 48 * 1024
 #: Bytes of a request's head at the most.
 MAX_HEAD_BYTES = 16 * 1024
@@ -58,48 +59,31 @@ WARN_EVERY_S = 10.0
 LINGER_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Bounds on the number of connections at a time, and on the time that each may take.
-
-    Loopback and Unix sockets have no bound `per_address`: all clients of a proxy on this machine have one address.
-    """
-
-    connections: int = 1024
-    per_address: int | None = None  # None: half of `connections`
-    keep_alive_s: float = 60.0  # that a connection may stay open without a request
-    receive_s: float = 30.0  # for the head of a request, from its first byte on
-    # To take `MUST_TAKE_BYTES` of an answer, once over 64 KiB wait for the client and until 16 KiB are left.
-    send_s: float = 60.0
-
-    @property
-    def of_one_address(self) -> int:
-        return self.connections // 2 if self.per_address is None else self.per_address
-
-
 class Config(uvicorn.Config):
-    """The HTTP server's settings, with limits for its connections.
+    """The HTTP server's settings.
 
     Args:
-        limits: bounds of connections.
         answers: counts answers by status and error code, also those that connections give without the app.
-        path_prefix: prefix that a proxy puts before every path.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        limits: ConnectionLimits,
-        answers: Counter[tuple[int, str]] | None = None,
-        path_prefix: str = "",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions, answers: Counter[tuple[int, str]]) -> None:
         # uvicorn wants whole seconds, but passes them to the event loop, which takes any number.
-        keep_alive_s: Any = limits.keep_alive_s
-        super().__init__(app, http=Connection, timeout_keep_alive=keep_alive_s, **settings)
-        self.limits = limits
-        self.answers = Counter() if answers is None else answers
-        self.path_prefix = path_prefix
+        keep_alive_s: Any = options.keep_alive_timeout
+        super().__init__(
+            app,
+            http=Connection,
+            timeout_keep_alive=keep_alive_s,
+            loop="asyncio",  # even if uvloop is installed, as by Ray
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=options.log_level == "debug",
+            **options.proxy_settings(),
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+        )
+        self.options = options
+        self.answers = answers
         self.addresses: Counter[str] = Counter()  # number of connections of each address
         self._last_warning_s = -WARN_EVERY_S
 
@@ -109,12 +93,13 @@ class Config(uvicorn.Config):
         The larger excess is returned; 0 or less: there is none. Logs a warning if there is, at most one in
         `WARN_EVERY_S` seconds: a client may open thousands of connections.
         """
-        limits = self.limits
-        excess = connections - limits.connections
-        says = f"{limits.connections} connections are open, the most that --max-connections allows"
-        if address is not None and self.addresses[address] - limits.of_one_address > excess:
-            excess = self.addresses[address] - limits.of_one_address
-            says = f"{limits.of_one_address} connections of {address} are open, the most that "
+        most = self.options.max_connections
+        most_of_one = self.options.max_connections_per_address or most // 2
+        excess = connections - most
+        says = f"{most} connections are open, the most that --max-connections allows"
+        if address is not None and self.addresses[address] - most_of_one > excess:
+            excess = self.addresses[address] - most_of_one
+            says = f"{most_of_one} connections of {address} are open, the most that "
             says += "--max-connections-per-address allows"
         if excess > 0 and time.monotonic() - self._last_warning_s >= WARN_EVERY_S:
             self._last_warning_s = time.monotonic()
@@ -201,7 +186,7 @@ class TooMany(Guard):
         self._config = config
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        if without_root(scope["path"], self._config.path_prefix) in OPEN_PATHS:
+        if without_root(scope["path"], self._config.options.root_path) in OPEN_PATHS:
             return None
         refusal = unavailable(
             "too many connections are open, of all clients or of one address (the server's options "
@@ -229,7 +214,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn: BoundedParser = BoundedParser(config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self._address: str | None = None
-        self._receive_s = config.limits.receive_s
+        self._receive_s = config.options.body_timeout
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
         self._is_refused = False  # the client's bytes are dropped until the connection is closed
@@ -363,7 +348,7 @@ class Connection(H11Protocol):
 
     def _watch_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(self.config.limits.send_s, self._on_unread, unsent)
+        self._sending = self.loop.call_later(self.config.options.send_timeout, self._on_unread, unsent)
 
     def _stop_sending(self) -> None:
         if self._sending is not None:
@@ -371,12 +356,13 @@ class Connection(H11Protocol):
             self._sending = None
 
     def _on_unread(self, unsent: int) -> None:
-        """Close the connection if the client took too little of its answer within `send_s`, or else watch on.
-        `unsent` is the number of unsent bytes when this time began."""
+        """Close the connection if the client took too little of its answer in time, or else watch on. `unsent` is
+        the number of unsent bytes when the time began."""
         if unsent - self.transport.get_write_buffer_size() >= MUST_TAKE_BYTES:
             self._watch_sending()
         else:
-            logger.info("a client took too little of its answer for %g s: closed", self.config.limits.send_s)
+            late_s = self.config.options.send_timeout
+            logger.info("a client took too little of its answer for %g s: closed", late_s)
             self.transport.abort()
 
 
