@@ -249,29 +249,18 @@ _ELSEWHERE = {
     "/redoc": "the routes are described in /openapi.json, and the page at / has a form for chat",
 }
 
-#: Routes of OpenAI's API to use instead of Ollama's.
-_OLLAMA = {
-    "/api/chat": "POST /v1/chat/completions",
-    "/api/generate": "POST /v1/completions",
-    "/api/tags": "GET /v1/models",
-    "/api/ps": "GET /v1/models",
-    "/api/show": "GET /v1/models",
-    "/api/version": "GET /version tells of this server",
-    "/api/embed": "embeddings are not served",
-    "/api/embeddings": "embeddings are not served",
-    "/api/pull": "infer fetch gets models",
-}
-
 
 def _route_meant_by(request: Request) -> str:
     """Return a hint for a 404's message: the route that the client may have meant, or where all are listed."""
     path = request.url.path
-    if path.startswith("/api/"):
-        route = _OLLAMA.get(path.rstrip("/"), "see /openapi.json")
-        return f"Ollama's API is not served, OpenAI's is: {route}"
     for end, hint in _ELSEWHERE.items():
         if path.endswith(end):
             return hint
+    if path.startswith("/api/"):
+        return (
+            "Ollama's API is not served, OpenAI's is: POST /v1/chat/completions, POST /v1/completions and "
+            "GET /v1/models"
+        )
     near = difflib.get_close_matches(shorten(path, 100), request.app.state.paths, n=1, cutoff=0.7)
     return f"did you mean {near[0]}? See /openapi.json" if near else "see /openapi.json"
 

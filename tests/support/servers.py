@@ -337,8 +337,8 @@ class LocalServer(Served):
         server_options = server_options or ServerOptions()
         app = create_app(self.async_engine, server_options)
         self.service: Service = app.state.server
-        config = Config(app, server_options, self.service.answers)
-        self.http = serve.Server(config, self.service, ready="ready")
+        http_config = Config(app, server_options, self.service.answers)
+        self.http = serve.Server(http_config, self.service, ready="ready")
         self._thread = threading.Thread(target=self.http.run, args=([self.listener],))
         self._thread.start()
         eventually(lambda: self.http.started)

@@ -75,13 +75,6 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 # ---------------------------------------------------------------------- the body
 
 
-class TextBlock(Fields):
-    """A text."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ThinkingBlock(Fields):
     """The model's thoughts in an earlier answer. The template decides whether the model reads them again."""
 
@@ -107,30 +100,26 @@ class ToolUseBlock(Fields):
     input: dict[str, Any]
 
 
-_BY_CONTENT = by_type("a string, or a list of blocks")
-Texts = Annotated[OneText | Parts[TextBlock], _BY_CONTENT]
-
-
 class ToolResultBlock(Fields):
     """The result of an earlier `tool_use`."""
 
     type: Literal["tool_result"]
     tool_use_id: chat.Label
-    content: Texts | None = None
+    content: chat.Content | None = None
     is_error: bool | None = None
     """a label: the content says what failed"""
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    chat.TextPart | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
 #: The types of blocks that the messages of each role may have.
 BLOCKS = {
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
-    "system": (TextBlock,),
+    "user": (chat.TextPart, ToolResultBlock),
+    "assistant": (chat.TextPart, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (chat.TextPart,),
 }
 
 
@@ -138,12 +127,12 @@ class InputMessage(Fields):
     """A message of the conversation. An answer's `role` and `content` can be sent back as they are."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[OneText | Parts[Block], _BY_CONTENT]
+    content: Annotated[OneText | Parts[Block], by_type("a string, or a list of blocks")]
 
     @property
     def blocks(self) -> Sequence[Any]:
         given: Any = self.content
-        return [TextBlock(type="text", text=given)] if isinstance(given, str) else given
+        return [chat.TextPart(type="text", text=given)] if isinstance(given, str) else given
 
     def add_to(self, messages: list[chat.ChatMessage]) -> None:
         """Add the message to a conversation of chat: as one message or, with results of tools, as several."""
@@ -155,14 +144,14 @@ class InputMessage(Fields):
                 for block in blocks
                 if isinstance(block, ToolUseBlock)
             ]
-            text = _text([block for block in blocks if isinstance(block, TextBlock)])
+            text = _text([block for block in blocks if isinstance(block, chat.TextPart)])
             messages.append(
                 chat.message("assistant", text, reasoning_content=thoughts or None, tool_calls=calls or None)
             )
             return
-        texts: list[TextBlock] = []
+        texts: list[chat.TextPart] = []
         for block in blocks:
-            if isinstance(block, TextBlock):
+            if isinstance(block, chat.TextPart):
                 texts.append(block)
                 continue
             if texts:
@@ -174,11 +163,9 @@ class InputMessage(Fields):
 
 
 def _text(content: Any) -> Any:
-    """Return text blocks, a text or None as the content of a message of chat."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [chat.TextPart.model_construct(type="text", text=block.text) for block in content]
-    return parts[0].text if len(parts) == 1 else parts
+    """Return text blocks, a text or None as the content of a message of chat, which for one block is its text."""
+    one_block = isinstance(content, list) and len(content) == 1
+    return content[0].text if one_block else content or ""
 
 
 class CustomTool(FunctionFields):
@@ -250,7 +237,7 @@ class MessagesRequest(ConversationRequest):
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=2048, fail_fast=True)]
     """each with a `role` and a `content`: a text, or blocks (text, thinking, tool_use, tool_result)"""
-    system: Texts | None = None
+    system: chat.Content | None = None
     """a text, or blocks of text, before the messages"""
     max_tokens: int | None = Field(default=None, ge=1)
     """default: as many as fit after the conversation"""
