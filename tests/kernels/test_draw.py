@@ -50,7 +50,7 @@ def settings_of(rows: list[tuple[tuple[float, float, float, float], float]], voc
 @pytest.mark.parametrize(
     "vocab",
     [
-        *(1, 2, 3, 31, MOST_COLUMNS + 1),
+        *(1, 31, MOST_COLUMNS + 1),
         *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (MOST_COLUMNS, 3 * MOST_COLUMNS - 1)),
     ],
 )
@@ -94,7 +94,7 @@ any_row = given(
 )
 
 
-@settings(max_examples=20, deadline=None)  # the interpreter is slow
+@settings(max_examples=8, deadline=None)  # the interpreter is slow
 @any_row
 def test_the_kept_tokens_are_those_of_a_sort(row: Row, uniform: float) -> None:
     assert_kept(row, uniform)

@@ -10,9 +10,11 @@ import kernels.rms_norm
 from tests.kernels.support import BF16, DTYPES, FP16, FP32, ROWS, SIZES
 
 EPS = 1e-5
-#: Both offsets in float32, in which they are added, and one offset in each of the other types.
+#: All sizes in float32, in which offsets are added, and one size in each of the other types.
 FORMS = pytest.mark.parametrize(
-    ("dtype", "offset"), [(FP32, 0.0), (FP32, 1.0), (BF16, 1.0), (FP16, 0.0)], ids=str
+    ("size", "dtype", "offset"),
+    [*((size, FP32, 1.0) for size in SIZES), (42, FP32, 0.0), (576, BF16, 1.0), (42, FP16, 0.0)],
+    ids=str,
 )
 
 
@@ -48,7 +50,6 @@ def fused(way, x, residual, weight, offset=0.0):
 
 
 @FORMS
-@pytest.mark.parametrize("size", SIZES)
 def test_a_row_is_divided_by_its_root_mean_square(way, dtype, offset, size):
     weight = make_weight(size, dtype, way.device)
     for rows in ROWS:
@@ -59,7 +60,6 @@ def test_a_row_is_divided_by_its_root_mean_square(way, dtype, offset, size):
 
 
 @FORMS
-@pytest.mark.parametrize("size", SIZES)
 def test_the_fused_kernel_adds_then_normalises(way, dtype, offset, size):
     weight = make_weight(size, dtype, way.device)
     for rows in ROWS:

@@ -41,9 +41,15 @@ def rotate(way, *arguments):
     return way.of(kernels.rope, "rope")(*arguments)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["shared table", "per row"])
-@pytest.mark.parametrize("head_dim", HEAD_SIZES)
+@pytest.mark.parametrize(
+    ("head_dim", "form", "dtype"),
+    [
+        *((size, "shared table", FP32) for size in HEAD_SIZES),
+        *((80, "shared table", dtype) for dtype in DTYPES[1:]),
+        *((128, "per row", dtype) for dtype in DTYPES[:2]),
+    ],
+    ids=str,
+)
 def test_pairs_are_turned(way, dtype, form, head_dim):
     cos, sin = make_table(head_dim, way.device)
     for tokens, *heads in ((0, 3, 1), (1, 1, 1), (1, 9, 3), (3, 3, 3), (3, 9, 3), (17, 3, 1)):
