@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from openai.types.responses import ResponseFunctionToolCall
 from pydantic import BaseModel, ConfigDict
 
 from common.startup.phases import phase_names, phase_number
@@ -235,13 +234,6 @@ def test_an_answer_can_be_sent_back(api: Api) -> None:
     assert text_of(api.create(**{field: turns})) == text_of(api.create(**{field: dumped}))
 
 
-@pytest.mark.parametrize("name", ["responses"])
-def test_instructions_and_a_text(api: Api) -> None:
-    """`instructions` of a response, and an `input` of text, under both prefixes."""
-    system, user = (message["content"] for message in MESSAGES)
-    assert text_of(api.create(instructions=system, input=user)) == text_of(api.create())
-
-
 # ---------------------------------------------------------------------- pydantic classes and tools
 
 
@@ -368,23 +360,6 @@ def test_a_function_of_a_response(client: openai.OpenAI, asked: dict[str, Any]) 
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "It is."}
     asked |= {"input": [*MESSAGES, call, output], "tool_choice": "auto"}
     assert client.responses.parse(**asked).output_text
-
-
-@pytest.mark.parametrize("name", ["responses"])
-def test_a_function_of_a_namespace(api: Api) -> None:
-    """The tools of an MCP server as Codex sends them, beside a tool that only OpenAI runs."""
-    files = {
-        "type": "namespace",
-        "name": "mcp__files__",
-        "description": "Reads files.",
-        "tools": [{"type": "function", "name": "read", "parameters": {"type": "object"}}],
-    }
-    fields: dict[str, Any] = {"tools": [{"type": "web_search"}, files], "max_tokens": 60}
-    (call,) = api.create(**fields, tool_choice="required", parallel_tool_calls=False).output
-    assert isinstance(call, ResponseFunctionToolCall)
-    assert (call.namespace, call.name, call.arguments) == ("mcp__files__", "read", "{}")
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "A fox."}
-    assert text_of(api.create(**fields, input=[*MESSAGES, call, result]))
 
 
 # ---------------------------------------------------------------------- refusals

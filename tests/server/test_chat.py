@@ -46,7 +46,8 @@ def test_an_answer_continues_the_rendered_conversation(server: ServerProcess, pr
 
 
 def test_an_answer_without_max_tokens_fills_the_context(server: ServerProcess) -> None:
-    usage = chat(server, max_tokens=None, ignore_eos=True)["usage"]
+    long = [{"role": "user", "content": "A fox, and more. " * 120}]
+    usage = chat(server, messages=long, max_tokens=None, ignore_eos=True)["usage"]
     assert usage["total_tokens"] == 1024, "the server's --max-seq-len"
     for fields in ({"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 5}):
         fields = {"max_tokens": None, "ignore_eos": True} | fields

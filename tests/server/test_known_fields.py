@@ -306,13 +306,14 @@ def test_values_of_other_clients_are_taken(
 
 
 def test_more_new_tokens_than_fit_are_cut(server: ServerProcess) -> None:
+    long = [{"role": "user", "content": "A fox, and more. " * 120}]
     for path, field, most in (
         ("chat/completions", "max_tokens", 1024),
         ("chat/completions", "max_completion_tokens", 10**6),
         ("responses", "max_output_tokens", 32_000),
     ):
-        fields = {"ignore_eos": True} | ({"max_tokens": None} if path == "chat/completions" else {})
-        answer = server.ask(f"/v1/{path}", **fields | {field: most}).json()
+        asked = {"messages": long, "max_tokens": None} if path == "chat/completions" else {"input": long}
+        answer = server.ask(f"/v1/{path}", ignore_eos=True, **asked | {field: most}).json()
         assert answer["usage"]["total_tokens"] == 1024
 
 

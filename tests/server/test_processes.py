@@ -21,12 +21,10 @@ import pytest
 
 from common.constrained.grammar import Grammar, Matcher
 from common.errors import StartupError
-from common.hosting.async_engine import AsyncEngine
-from common.hosting.calls import EngineCalls
 from common.hosting.process import EngineProcess
 from common.llm import LLM
 from common.request import SamplingParams
-from common.startup.phases import find_phase
+from tests.support.engines import build, working
 from tests.support.servers import (
     BATCH,
     HANG_S,
@@ -115,23 +113,17 @@ def test_a_stop_string_ends_the_request_in_the_engine(gated: ServerProcess) -> N
 # ---------------------------------------------------------------------- grammars
 
 
-def count_matchers(_: EngineCalls) -> int:
+def count_matchers() -> int:
     return sum(type(each) is Matcher for each in gc.get_objects())
 
 
 @pytest.mark.anyio
 async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
-    package = find_phase("phase5_continuous")
-    config = package.Config(device="cpu", dtype="float32")
-    engine = AsyncEngine(EngineProcess(functools.partial(package.build_engine, config), gc.enable))
-    engine.build()
-    engine.start()
-    try:
+    before = count_matchers()
+    async with working(build("continuous")) as engine:
         for _ in range(20):
             await asyncio.to_thread(engine.maker.grammars.new_matcher, Grammar.regex("[ab]"))
-        assert await asyncio.wrap_future(engine.call(count_matchers)) < 5
-    finally:
-        await engine.stop()
+        assert count_matchers() - before < 5
 
 
 # ---------------------------------------------------------------------- the end of a process

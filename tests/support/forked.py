@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,9 +25,10 @@ from common.startup.phases import find_phase, phase_names
 IMPORTED = [run.main, child.serve, *(find_phase(name).build_engine for name in phase_names())]
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [__name__, "pytest"]
-)  # pytest: a process's parent's main module is imported, too
+# A new process imports the main module of its parent, which is pytest's.
+FORKS.set_forkserver_preload([__name__, "pytest"])
+# torch reads it when it is imported. Test workers share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class Forked:
@@ -40,13 +41,14 @@ class Forked:
             has the value that it had when the first of these processes was started.
     """
 
-    def __init__(self, module: str, *arguments: Any, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str, *arguments: Any, env: dict[str, str] | None = None) -> None:
         (stdin, ours), *outputs = (FORKS.Pipe(duplex=False) for _ in range(3))
         self.stdin = os.fdopen(os.dup(ours.fileno()), "w")
         self.stdout, self.stderr = (os.fdopen(os.dup(read.fileno())) for read, _ in outputs)
         streams = [stdin, *(write for _, write in outputs)]
-        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-        self._process = FORKS.Process(target=_run, args=(streams, variables, module, arguments))
+        self._process = FORKS.Process(
+            target=_run, args=(streams, os.environ | (env or {}), module, arguments)
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -76,7 +78,7 @@ class Forked:
 
 
 def _run(
-    streams: Sequence[Connection], variables: Mapping[str, str], module: str, arguments: Sequence[Any]
+    streams: Sequence[Connection], variables: dict[str, str], module: str, arguments: Sequence[Any]
 ) -> None:
     """Run a command with these standard streams and environment variables. Runs in the new process."""
     for number, stream in enumerate(streams):

@@ -209,9 +209,14 @@ class ServerProcess(Served):
         if command is None:
             self.process = Forked(module, phase, flags, env=env)
         else:
-            env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            self.process = subprocess.Popen([*command, *flags], text=True, env=env, **pipes)  # type: ignore[call-overload]
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | (env or {}),
+            )
         self.log: list[str] = []
         self.logged = 0  # number of lines when the test began
         self.said: queue.Queue[str] = queue.Queue()
