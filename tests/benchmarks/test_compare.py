@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,10 @@ from rich.console import Console
 import benchmarks.__main__ as command_line
 import benchmarks.compare
 import benchmarks.environment
+import benchmarks.measure
 from benchmarks.compare import Comparison, compare
 from benchmarks.files import load_comparisons
+from benchmarks.loadgen import generate_load
 from benchmarks.measure import Measurement
 from benchmarks.plots.groups import load_groups
 from benchmarks.results import LOCAL, Run, is_complete
@@ -32,6 +35,14 @@ TINY = Workload(
     arrivals="uniform",
     rate=50.0,
 )
+
+
+@pytest.fixture(autouse=True)
+def generator_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the start of a process for every run. `test_loadgen.py` tests the generator's own process."""
+    monkeypatch.setattr(
+        benchmarks.measure, "run_load", lambda plan, progress: asyncio.run(generate_load(plan, progress))
+    )
 
 
 def run_comparison(

