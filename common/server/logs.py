@@ -99,20 +99,15 @@ def log_end(
     answer: Answer,
     *,
     asked_s: float,
-    client: str | None = None,
-    user: str | None = None,
-    request_id: str | None = None,
-    client_left: bool = False,
+    client: str | None,
+    user: str | None,
+    request_id: str | None,
+    client_left: bool,
 ) -> None:
     """Log one line about an answer, whose choices have all ended or were cancelled: token counts, times, endings.
 
-    Args:
-        answer: the answer.
-        asked_s: time by which the request had come, on `time.monotonic`'s clock.
-        client: the address that the request came from.
-        user: the field `user` of the request's body, a label.
-        request_id: the `x-request-id` that the client sent; None if it sent none.
-        client_left: whether the client left before it had the whole answer.
+    `asked_s` is the time by which the request had come, on `time.monotonic`'s clock. `request_id` is the one that
+    the client sent.
     """
     streams = answer.streams
     prompts = {

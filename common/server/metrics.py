@@ -130,9 +130,7 @@ class Metrics(Collector):
             "vllm:generation_tokens", "Tokens that were handed to clients", requests.generation_tokens
         )
         yield self._counter(
-            "vllm:prefix_cache_queries",
-            "Prompt tokens of admitted requests, whether or not they may be found in the prefix cache",
-            counters.prompt_tokens,
+            "vllm:prefix_cache_queries", "Prompt tokens of admitted requests", counters.prompt_tokens
         )
         yield self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens that were found there", counters.cached_tokens

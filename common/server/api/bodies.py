@@ -469,7 +469,7 @@ def _find(detail: ErrorDetails, body: Any) -> tuple[list[str | int], Any]:
 
 
 def _is_other_type(detail: ErrorDetails) -> bool:
-    """Return whether a mistake is an object whose field `type` names a type that is not implemented."""
+    """Return whether a mistake is the `type` of an object that is not implemented."""
     return detail["type"] == "union_tag_invalid" or (
         detail["type"] == "literal_error" and detail["loc"][-1] == "type"
     )

@@ -73,14 +73,8 @@ def render_page(engine: AsyncEngine, model_name: str, *, live_view: bool) -> str
 
 
 def conversations_at_once(seats: int, most_waiting: int) -> int:
-    """Return the number of conversations that the page starts at once.
-
-    Unless a bound forbids it, they fill the batch, and two or more wait in the queue.
-
-    Args:
-        seats: places in the batch (`max_batch_size`).
-        most_waiting: length of the engine's queue, a bound on the result. `STARTERS` is another bound.
-    """
+    """Return the number of conversations that the page starts at once: they fill the batch, which has `seats`, and
+    two or more wait in the queue. The queue's length `most_waiting` and `STARTERS` are bounds."""
     return max(1, min(seats + max(2, seats // 2), STARTERS, most_waiting))
 
 
