@@ -50,7 +50,7 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
     engine.runner.execute = recorded  # type: ignore[method-assign]
     draw = random.Random(seed)
     told: list[list[StepOutput]] = []
-    for _ in range(150):
+    for _ in range(90):
         if draw.random() < 0.5:
             params: SamplingParams = greedy(draw.randint(1, 20))
             prompt = [draw.randrange(250)] * draw.randint(1, 40)
@@ -62,7 +62,7 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
         told.append(engine.step())
     model = engine.runner.model
     assert isinstance(model, RememberingModel)
-    assert len(model.calls) > 150
+    assert len(model.calls) > 90
     return plans, model.calls, told
 
 

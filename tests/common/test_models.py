@@ -184,7 +184,7 @@ def test_zoo_logits_are_those_of_transformers(name: str) -> None:
         assert len(token_ids) == 250
         expected = oracle_logits(zoo_oracle(name), token_ids)
         assert largest_difference(solo_logits(model, token_ids), expected) < PARITY
-        assert largest_difference(logits_token_by_token(model, token_ids, prompt=150), expected) < PARITY
+        assert largest_difference(logits_token_by_token(model, token_ids, prompt=220), expected) < PARITY
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -193,10 +193,10 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Pa
     save_tiny(tmp_path, architecture, **entries)
     model, oracle = load(tmp_path), oracle_of(tmp_path)
     different = set()
-    for seed, length in enumerate((1, 7, 50)):
+    for seed, length in enumerate((1, 50)):
         prompt = draw_ids(length, seed=seed)
-        written = generate_ours(model, prompt, 64)
-        assert written == generate_theirs(oracle, prompt, 64)
+        written = generate_ours(model, prompt, 32)
+        assert written == generate_theirs(oracle, prompt, 32)
         different |= set(written)
     assert len(different) > 8  # the texts do not repeat one or two tokens
 
@@ -204,10 +204,9 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Pa
 @EVERY_ZOO_MODEL
 def test_zoo_greedy_tokens_are_those_of_transformers(name: str) -> None:
     checkpoint = open_checkpoint(str(zoo(name)))
-    for prompt in ("Once upon a time", "The little fox", "One day a boy named"):
-        token_ids = checkpoint.tokenizer().encode(prompt)
-        written = generate_ours(zoo_model(name), token_ids, 80, checkpoint.config.eos_token_ids)
-        assert written == generate_theirs(zoo_oracle(name), token_ids, 80)
+    token_ids = checkpoint.tokenizer().encode("Once upon a time")
+    written = generate_ours(zoo_model(name), token_ids, 60, checkpoint.config.eos_token_ids)
+    assert written == generate_theirs(zoo_oracle(name), token_ids, 60)
 
 
 # Prefixes of tensor names in multimodal checkpoints, today's and those that earlier versions of transformers wrote.

@@ -115,7 +115,7 @@ def restricted_requests(subject: Subject, most: int) -> list[Arrival]:
 MASKED = [*PLAIN, *(v for v in VARIANTS if hasattr(v.config(), "pipeline_depth") and v not in PLAIN)]
 
 
-@table(models=["zoo:llama-tiny", "zoo:gemma3-tiny"], variants=MASKED, often=PLAIN)
+@table(models=[IN_EVERY_VARIANT], variants=MASKED, often=PLAIN)
 def test_restricted_tokens(subject: Subject, variant: Variant) -> None:
     arrivals = restricted_requests(subject, most=20)
     check(subject, variant, arrivals, max_batch_size=8, max_waiting_requests=len(arrivals))

@@ -22,7 +22,7 @@ from kernels.attention import native_attention
 from kernels.attention_layout import AttentionLayout
 from kernels.cache_folder import default_cache
 from kernels.few_rows_linear import linear
-from kernels.gated_act import ACTIVATIONS, gated_act, gated_act_native, gated_act_reference
+from kernels.gated_act import gated_act, gated_act_native, gated_act_reference
 from kernels.int8 import linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm_native, rms_norm_native
@@ -114,9 +114,14 @@ def test_bfloat16_weights_in_float32_are_kept_in_half_the_bytes(outputs: int, in
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("size", "inputs"), [(1, 2), (31, 16), (32, 42), (33, 576), (96, 64)])
-def test_gated_linear(dtype, activation, size, inputs):
+@pytest.mark.parametrize(
+    ("size", "inputs", "activation"),
+    [
+        *((size, inputs, "silu") for size, inputs in ((1, 2), (31, 16), (32, 42), (33, 576))),
+        (96, 64, "gelu_tanh"),
+    ],
+)
+def test_gated_linear(dtype, size, inputs, activation):
     weight = draw(2 * size, inputs, dtype=dtype) / inputs**0.5
     packed = pack_gated_linear(weight)
     assert_is_linear(

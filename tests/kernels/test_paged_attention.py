@@ -128,7 +128,7 @@ PASSES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(form, marks=() if i % 2 == 0 or i >= len(PASSES) - 3 else pytest.mark.slow)
+        pytest.param(form, marks=() if i % 3 == 0 or i >= len(PASSES) - 3 else pytest.mark.slow)
         for i, form in enumerate(PASSES)
     ],
     ids=str,
