@@ -5,35 +5,42 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from starlette.requests import Request
 
 from common.constrained.grammar import Grammar
+from common.engine.engine import Engine
 from common.hosting.async_engine import RemoteCompiler
+from common.hosting.local import LocalEngine
 from common.server.api import bodies, intake
 from common.server.api.bodies import Bodies
+from common.server.app import create_app
+from common.server.options import ServerOptions
+from common.server.service import Service
 from tests.support.engines import build, tiny_model, until
-from tests.support.servers import MODEL, HeldTokenizer, started
+from tests.support.servers import MODEL
 
 pytestmark = pytest.mark.anyio
 
 
 class Held:
-    """Wraps a function: records its calls, and holds each until `open` is set."""
+    """Wraps a function: records the last argument of each call, and holds the call until `open` is set."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.open = threading.Event()
         self.calls: list[Any] = []
         self._function = function
 
-    def __call__(self, *arguments: Any) -> Any:
-        self.calls.append(arguments)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls.append(arguments[-1])
         assert self.open.wait(30)
-        return self._function(*arguments)
+        return self._function(*arguments, **named)
 
 
 @pytest.fixture
@@ -51,6 +58,79 @@ def hold_grammars(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Held]:
         return held
 
     return hold
+
+
+def hold_tokenizer(engine: Engine) -> Held:
+    """Hold every `encode` of an engine's tokenizer."""
+    held = Held(engine.maker.tokenizer.encode)
+    engine.maker.tokenizer.encode = held
+    return held
+
+
+class Answered:
+    """The status, headers and body of an answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """The status and the code of an error answer."""
+        return self.status, str(self.json()["error"]["code"])
+
+
+class StartedApp:
+    """An app in this event loop. Its clients stay connected until their event `left` is set."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        self.service: Service = app.state.server
+
+    def queue_room(self) -> int:
+        return self.service.engine.queue_room()
+
+    async def complete(self, prompt: Any, left: asyncio.Event | None = None, **fields: Any) -> Answered:
+        """Request a completion of two tokens that does not stream."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": False} | fields
+        return await self.post("/v1/completions", body, left)
+
+    async def post(
+        self, path: str, body: dict[str, Any] | bytes, left: asyncio.Event | None = None
+    ) -> Answered:
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        unread = [{"type": "http.request", "body": sent, "more_body": False}]
+        stays = left or asyncio.Event()
+        answered = Answered()
+
+        async def receive() -> dict[str, Any]:
+            if unread:
+                return unread.pop()
+            await stays.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answered.status = message["status"]
+                answered.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                answered.body += message.get("body", b"")
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        await self.app(scope, receive, send)
+        return answered
+
+
+@asynccontextmanager
+async def started(engine: Engine) -> AsyncIterator[StartedApp]:
+    app = create_app(LocalEngine(engine), ServerOptions(served_model_name=[MODEL]))
+    async with app.router.lifespan_context(app):
+        yield StartedApp(app)
 
 
 # ---------------------------------------------------------------------- grammars
@@ -107,16 +187,16 @@ TOKENIZING_THREADS = 2
 
 async def test_few_prompts_are_tokenized_at_once_and_the_others_keep_their_places() -> None:
     engine = build("continuous", max_waiting_requests=8)
-    held = HeldTokenizer(engine)
+    held = hold_tokenizer(engine)
     async with started(engine) as app:
         room = app.queue_room()
         asked = [asyncio.create_task(app.complete(f"prompt {i}")) for i in range(room)]
-        await until(lambda: app.queue_room() == 0 and len(held.begun) == TOKENIZING_THREADS)
+        await until(lambda: app.queue_room() == 0 and len(held.calls) == TOKENIZING_THREADS)
         assert (await app.complete("one too many")).status == 503
-        assert len(held.begun) == TOKENIZING_THREADS < room
+        assert len(held.calls) == TOKENIZING_THREADS < room
         held.open.set()
         assert [answer.status for answer in await asyncio.gather(*asked)] == [200] * room
-        assert sorted(held.begun) == sorted(f"prompt {i}" for i in range(room))
+        assert sorted(held.calls) == sorted(f"prompt {i}" for i in range(room))
         await until(lambda: app.queue_room() == room)
 
 
@@ -126,11 +206,11 @@ async def test_a_client_that_leaves_before_its_turn_gives_its_place_back(
     """So does a client that leaves while its prompt is tokenized. The thread is free only when that is done."""
     caplog.set_level("INFO", "common.server.logs")
     engine = build("continuous", max_waiting_requests=8)
-    held, leaves = HeldTokenizer(engine), asyncio.Event()
+    held, leaves = hold_tokenizer(engine), asyncio.Event()
     async with started(engine) as app:
         room = app.queue_room()
         running = [asyncio.create_task(app.complete("gone", leaves)) for _ in range(TOKENIZING_THREADS)]
-        await until(lambda: len(held.begun) == TOKENIZING_THREADS)
+        await until(lambda: len(held.calls) == TOKENIZING_THREADS)
         waiting = asyncio.create_task(app.complete("never", leaves))
         patient = asyncio.create_task(app.complete("patient"))
         await until(lambda: app.queue_room() == room - TOKENIZING_THREADS - 2)
@@ -140,11 +220,11 @@ async def test_a_client_that_leaves_before_its_turn_gives_its_place_back(
         dropped = [record for record in caplog.messages if record.startswith("dropped: the client left")]
         assert len(dropped) == TOKENIZING_THREADS + 1
         assert app.queue_room() == room - 1
-        assert len(held.begun) == TOKENIZING_THREADS, "the places are free, the threads are not"
+        assert len(held.calls) == TOKENIZING_THREADS, "the places are free, the threads are not"
         held.open.set()
         assert (await patient).status == 200
         await until(lambda: app.queue_room() == room)
-    assert held.begun[TOKENIZING_THREADS:] == ["patient"]
+    assert held.calls[TOKENIZING_THREADS:] == ["patient"]
     assert engine.telemetry.counters.requests_added == 1
 
 
@@ -153,13 +233,13 @@ async def test_a_client_that_leaves_before_its_turn_gives_its_place_back(
 
 async def test_tokenizing_for_clients_is_bounded_and_delays_no_completion() -> None:
     engine = build("continuous")
-    held = HeldTokenizer(engine)
+    held = hold_tokenizer(engine)
     async with started(engine) as app:
         leaves = asyncio.Event()
         asked = [
             asyncio.create_task(app.post("/tokenize", {"prompt": f"text {i}"}, leaves)) for i in range(16)
         ]
-        await until(lambda: app.service.admission.converting.jobs == 16 and len(held.begun) == 1)
+        await until(lambda: app.service.admission.converting.jobs == 16 and len(held.calls) == 1)
         refused = await app.post("/tokenize", {"prompt": "one too many"})
         assert refused.refusal == (503, "converting_busy")
         refused = await app.post("/detokenize", {"tokens": [1, 2]})
@@ -169,7 +249,7 @@ async def test_tokenizing_for_clients_is_bounded_and_delays_no_completion() -> N
         await asyncio.gather(*asked)
         held.open.set()
         await until(lambda: app.service.admission.converting.jobs == 0)
-        assert len(held.begun) == 1, "texts whose clients have left are not tokenized"
+        assert len(held.calls) == 1, "texts whose clients have left are not tokenized"
         answer = await app.post("/tokenize", {"prompt": "the next"})
         assert answer.json()["count"] == len("the next")
 
@@ -178,7 +258,7 @@ async def test_a_text_to_tokenize_has_a_longest_length() -> None:
     engine = build("continuous")
     limit = intake.MAX_LENGTHS * engine.maker.facts.max_request_tokens
     async with started(engine) as app:
-        held = HeldTokenizer(engine)
+        held = hold_tokenizer(engine)
         held.open.set()
         least = engine.maker.tokenizer.min_tokens("a" * 1000) / 1000  # tokens per character
         beyond = "a" * int((limit + 1) / least + 1)
@@ -188,7 +268,7 @@ async def test_a_text_to_tokenize_has_a_longest_length() -> None:
         ):
             assert refused.refusal == (422, "invalid_value")
             assert f"at most {limit}" in refused.json()["error"]["message"]
-        assert not held.begun
+        assert not held.calls
         taken = await app.complete("ab" * engine.maker.facts.max_request_tokens, truncate_prompt_tokens=4)
         assert taken.json()["usage"]["prompt_tokens"] == 4
 
@@ -314,7 +394,7 @@ async def test_the_request_timeout_starts_at_arrival(
 async def test_many_choices_leave_places_for_others() -> None:
     """One request may take the whole queue if it is alone. Beside others, a quarter of the queue stays free."""
     engine = build("continuous", max_waiting_requests=8, max_batch_size=4)
-    held = HeldTokenizer(engine)
+    held = hold_tokenizer(engine)
     async with started(engine) as app:
         room = app.queue_room()
         assert room == 12

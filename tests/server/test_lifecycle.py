@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
+import struct
 import time
+from collections.abc import Callable
 
 from tests.support.servers import (
     HANG_S,
-    LEAVE,
     QUEUE,
     ServerProcess,
     assert_error,
@@ -76,6 +78,21 @@ def test_a_refusal_gives_its_place_back(gated: ServerProcess) -> None:
 
 
 # ---------------------------------------------------------------------- clients that leave
+
+
+def _reset(connection: socket.socket) -> None:
+    """Reset the connection, as the end of a killed process does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _half_close(connection: socket.socket) -> None:
+    """Close the sending side, which the server takes for a client that leaves."""
+    connection.shutdown(socket.SHUT_WR)
+
+
+#: Ways in which a client leaves.
+LEAVE: list[Callable[[socket.socket], None]] = [socket.socket.close, _reset, _half_close]
 
 
 def test_half_the_clients_vanish_and_the_others_complete(gated: ServerProcess) -> None:

@@ -34,7 +34,6 @@ from tests.support.servers import (
     HANG_S,
     HEAD,
     LocalServer,
-    assert_told,
     eventually,
     everything,
     with_body,
@@ -68,6 +67,15 @@ def next_request_is_served(
     if "strict" in request.fixturenames:
         request.getfixturevalue("strict").assert_serves()
     assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+def assert_told(answer: bytes, status: int, code: str) -> None:
+    """Assert that an answer is an error in the common form, and that it closes its connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"\r\nconnection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["code"], set(error)) == (code, {"message", "type", "param", "code"})
 
 
 # ---------------------------------------------------------------------- requests that come slowly, or never

@@ -3,14 +3,12 @@
 It is the ordinary server (`common.server.run`), with hooks on the model (`tests.support.gate`). It reads orders
 from stdin and echoes each one once it is in force. `hold` and `open` control the gate before every pass. `fail` and
 `nan` break every pass until `heal`. `stick` makes the tokenizer hang. The server prints `held` when a pass waits,
-and `hangs` when the tokenizer hangs. After `collect` it prints `few` or `many`: the objects that the garbage
-collector examines.
+and `hangs` when the tokenizer hangs.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import socket
 import sys
@@ -59,8 +57,6 @@ class GatedProcess(EngineProcess):
             if order == "stick":
                 stuck.set()
             say(order)
-            if order == "collect":
-                say("few" if len(gc.get_objects()) < gc.get_freeze_count() / 10 else "many")
 
 
 def main(phase: str, flags: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,21 +9,18 @@ import queue
 import re
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Self
 
 import httpx
 import psutil
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from common.engine.engine import Engine
 from common.hosting.local import LocalEngine
 from common.models.registry import open_checkpoint
 from common.server import run as serve
@@ -383,87 +379,6 @@ def app_with(
     )
 
 
-class HeldTokenizer:
-    """Holds every `encode` of an engine's tokenizer until it is opened."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.open = threading.Event()
-        self.begun: list[str] = []
-        self._encode = engine.maker.tokenizer.encode
-        engine.maker.tokenizer.encode = self.encode
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self.begun.append(text)
-        assert self.open.wait(30)
-        return self._encode(text, add_special_tokens=add_special_tokens)
-
-
-class Answered:
-    """The status, headers and body of an answer."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self.body = b""
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def refusal(self) -> tuple[int, str]:
-        """The status and the code of an error answer."""
-        return self.status, str(self.json()["error"]["code"])
-
-
-class StartedApp:
-    """An app in this event loop. Its clients stay connected until their event `left` is set."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self.app = app
-        self.service: Service = app.state.server
-
-    def queue_room(self) -> int:
-        return self.service.engine.queue_room()
-
-    async def complete(self, prompt: Any, left: asyncio.Event | None = None, **fields: Any) -> Answered:
-        """Request a completion of two tokens that does not stream."""
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": False} | fields
-        return await self.post("/v1/completions", body, left)
-
-    async def post(
-        self, path: str, body: dict[str, Any] | bytes, left: asyncio.Event | None = None
-    ) -> Answered:
-        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-        unread = [{"type": "http.request", "body": sent, "more_body": False}]
-        stays = left or asyncio.Event()
-        answered = Answered()
-
-        async def receive() -> dict[str, Any]:
-            if unread:
-                return unread.pop()
-            await stays.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                answered.status = message["status"]
-                answered.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-            else:
-                answered.body += message.get("body", b"")
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
-        await self.app(scope, receive, send)
-        return answered
-
-
-@asynccontextmanager
-async def started(engine: Engine) -> AsyncIterator[StartedApp]:
-    app = create_app(LocalEngine(engine), ServerOptions(served_model_name=[MODEL]))
-    async with app.router.lifespan_context(app):
-        yield StartedApp(app)
-
-
 # ---------------------------------------------------------------------- several clients
 
 
@@ -545,30 +460,6 @@ def everything(connection: socket.socket) -> bytes:
     return received
 
 
-def _reset(connection: socket.socket) -> None:
-    """Reset the connection, as the end of a killed process does."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()
-
-
-def _half_close(connection: socket.socket) -> None:
-    """Close the sending side, which the server takes for a client that leaves."""
-    connection.shutdown(socket.SHUT_WR)
-
-
-#: Ways in which a client leaves.
-LEAVE: list[Callable[[socket.socket], None]] = [socket.socket.close, _reset, _half_close]
-
-
-def assert_told(answer: bytes, status: int, code: str) -> None:
-    """Assert that an answer is an error in the common form, and that it closes its connection."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status), answer
-    assert b"\r\nconnection: close" in head.lower()
-    error = json.loads(body)["error"]
-    assert (error["code"], set(error)) == (code, {"message", "type", "param", "code"})
-
-
 # ---------------------------------------------------------------------- streams and errors
 
 
@@ -581,10 +472,6 @@ def read_events(response: httpx.Response) -> Iterator[Event]:
             name = value
         elif field == "data":
             yield name, json.loads(value)
-
-
-def tokens_of(events: list[Event]) -> list[int]:
-    return [data["token_id"] for name, data in events if name == "token"]
 
 
 def texts(events: list[Event]) -> dict[int, str]:
