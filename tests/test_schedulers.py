@@ -93,23 +93,6 @@ def ranked(bench: Bench) -> Bench:
     return bench
 
 
-def test_the_lowest_priority_goes_first_and_then_the_earliest(ranked: Bench) -> None:
-    ranked.add(3, 3)
-    ranked.begin()
-    for priority in (5, 0, -2):
-        ranked.add(3, priority=priority)
-    assert ranked.waiting == ["r4", "r3", "r2"]
-    order: list[str] = []
-    while ranked.scheduler.has_work:
-        for request in ranked.scheduler.active:
-            request.cancel()
-        order += ranked.admitted()
-        if order == ["r4", "r3"]:
-            ranked.add(3, priority=5)
-            ranked.add(3, priority=1)
-    assert order == ["r4", "r3", "r6", "r2", "r5"]
-
-
 def test_a_preempted_request_goes_before_all_others(ranked: Bench) -> None:
     preempted, *_ = ranked.add(3, 3, priority=7)
     ranked.begin()

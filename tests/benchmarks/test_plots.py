@@ -10,7 +10,7 @@ import pytest
 import benchmarks.plots
 from benchmarks.plots import CAPTIONS, draw_all
 from benchmarks.plots.groups import load_groups, thin
-from benchmarks.results import Lineup, Run
+from benchmarks.results import Run
 from tests.benchmarks.conftest import make_run
 
 
@@ -105,22 +105,6 @@ def test_quick_runs_and_other_machines_are_groups_of_their_own(tmp_path: Path) -
         "mixed-llama-tiny",
         "mixed-llama-tiny-quick",
     ]
-
-
-def test_a_comparison_that_was_cut_short_is_not_drawn(tmp_path: Path) -> None:
-    whole, cut = Lineup(servers=["phase 4", "phase 5"], repeats=1), Lineup(servers=["phase 4"], repeats=2)
-    for run in two_phases():
-        run.lineup = whole
-        save(tmp_path, run)
-    save(tmp_path, make_run(comparison="20990101-000000", lineup=cut))
-    (group,) = load_groups(tmp_path)
-    assert group.first.comparison == "20260101-000000"
-    save(tmp_path, make_run(comparison="20990101-000000", lineup=cut, repeat=2))
-    (group,) = load_groups(tmp_path)
-    assert len(group.servers) == 2  # the cut one is complete now, but has fewer servers
-    (tmp_path / two_phases()[1].file_name).unlink()
-    (group,) = load_groups(tmp_path)
-    assert group.first.comparison == "20990101-000000"
 
 
 def test_runs_that_failed_are_not_drawn(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results import Lineup, Metrics, Percentiles, Run
+from benchmarks.results import Metrics, Percentiles, Run
 from benchmarks.tables import MeasuredTable
 from docs.building import charts, tables
 from docs.building.tables import NotMeasuredError
@@ -179,18 +179,6 @@ def test_a_criterion_is_met_if_every_model_keeps_every_bound(folder: Path) -> No
     two = tables.criterion((*THROUGHPUT, "≥ 1.25"), (*COMPARED, "TTFT p99", "≤ 0.4"))
     assert two.startswith("**missed** | ")
     assert two.count("<br>") == 1
-
-
-def test_pages_are_made_of_complete_comparisons(folder: Path) -> None:
-    """A newer comparison that was killed between its repeats changes nothing."""
-    lineup = Lineup(servers=["phase 4", "phase 5", "phase 6"], repeats=3)
-    save(folder)
-    before = section()
-    save(folder, comparison="20990101-000000", lineup=lineup, ttft=9.0)
-    assert section() == before
-    for repeat in (1, 2, 3):
-        a_run("phase 6", 6, repeat=repeat, comparison="20990101-000000").save(folder)
-    assert section() != before
 
 
 def test_sweeps_have_tables_of_their_own(folder: Path) -> None:

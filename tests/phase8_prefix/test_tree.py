@@ -59,15 +59,6 @@ def test_a_match_continues_below_held_nodes() -> None:
     assert blocks(tree.match([1, 2, 7, 8])) == [0, 9]
 
 
-@pytest.mark.parametrize(("salt", "other"), [("", "a"), ("a", ""), ("a", "b"), ("1", "")])
-def test_a_salt_keeps_texts_apart(salt: str, other: str) -> None:
-    tree = PrefixTree(1)
-    tree.insert([1, 2], [0, 1], salt)
-    assert blocks(tree.match([1, 2], salt)) == [0, 1]
-    assert tree.match([1, 2], other) == []
-    assert blocks(tree.insert([1, 2], [2, 3], other)) == [2, 3]
-
-
 def test_blocks_in_use_are_not_evicted() -> None:
     tree = PrefixTree(1)
     a, b = tree.insert([1, 2, 3], [0, 1, 2]), tree.insert([1, 2, 4], [7, 8, 3])
