@@ -19,7 +19,7 @@ from common.request import StepOutput, TokenLogprobs
 from common.server.api.lanes import Lane
 from common.server.api.parts import ArgumentsPart, CallPart, Part, PartsReader, TextPart, new_reader
 from common.server.api.stream import event
-from common.server.api.wanted import GenerationRequest, Shown
+from common.server.api.wanted import GenerationRequest, Shown, StreamOptions
 from common.server.errors import ApiError, from_exception
 from common.text.dialect import Dialect, opens_thought
 from common.text.tokenizer import Tokenizer
@@ -276,8 +276,11 @@ class WireFormat(ABC):
 
     ping: ClassVar[bytes | None] = None  # an event without a meaning, for idle connections; None: a comment
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        options = wanted.stream_options or StreamOptions()
         self.answer = answer
+        self.include_usage = bool(options.include_usage)
+        self.continuous_usage = bool(options.continuous_usage_stats)
 
     def opening(self) -> bytes:
         """Return the events that come before those of the first output. Most formats have none."""
@@ -313,8 +316,8 @@ class ItemFormat(WireFormat):
         items: the items so far. The one in progress, if there is one, is the last.
     """
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer)
+    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
+        super().__init__(answer, wanted)
         self.items: list[Any] = []
         self._in_progress: type[Part] | None = None  # the kind of part that the item in progress began with
         self._pieces: list[str] = []  # of that item's text

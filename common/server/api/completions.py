@@ -54,7 +54,7 @@ from common.server.api.answer import (
 )
 from common.server.api.logprobs import PromptLogprobs, completion_logprobs, prompt_logprobs
 from common.server.api.stream import event
-from common.server.api.wanted import GenerationRequest, Shown, StreamOptions, Text, TokenId, Whole, no_limit
+from common.server.api.wanted import GenerationRequest, Shown, Text, TokenId, Whole, no_limit
 from common.server.errors import ApiError, ErrorResponse, from_exception, refused
 from common.server.routes import OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served
@@ -277,17 +277,7 @@ OPENAI_FINISH_REASONS: dict[FinishReason, OpenAIReason] = {
 }
 
 
-class Chunks(WireFormat):
-    """Base class of the wire formats whose chunks may have a `usage`, as the request's `stream_options` say."""
-
-    def __init__(self, answer: Answer, wanted: GenerationRequest) -> None:
-        super().__init__(answer)
-        options = wanted.stream_options or StreamOptions()
-        self.include_usage = bool(options.include_usage)
-        self.continuous_usage = bool(options.continuous_usage_stats)
-
-
-class PlainChunks(Chunks, Generic[ChoiceT]):
+class PlainChunks(WireFormat, Generic[ChoiceT]):
     """Base class of OpenAI's own streams, for completions and for chat: unnamed chunks, then `[DONE]`."""
 
     @abstractmethod
@@ -357,7 +347,7 @@ def engine_reason(said: Sequence[StepOutput]) -> FinishReason:
 # ---------------------------------------------------------------------- the answer
 
 
-class NamedCompletionEvents(Chunks):
+class NamedCompletionEvents(WireFormat):
     """The wire format of `/v1/completions`, this server's own: events named `token`, `done`, `usage` or `error`.
 
     The `data` of an event, except an error's, is an OpenAI chunk. `CompletionChunks` writes unnamed chunks.

@@ -180,12 +180,6 @@ def chat_logprobs(answer: Answer, choice: Choice, said: Sequence[StepOutput]) ->
     return content if content["content"] else None
 
 
-def response_logprobs(answer: Answer, choice: Choice, output: StepOutput) -> list[ChatTokenLogprobs]:
-    """Return the log-probabilities of an output's token as a list with one entry; empty if the output has none."""
-    logprobs = chat_logprobs(answer, choice, [output])
-    return [] if logprobs is None else logprobs["content"]
-
-
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, first: bool) -> ChatTokenLogprob:
     # A part of a character reads as U+FFFD. Clients put the bytes of several tokens together.
     text = tokenizer.token_text(token_id, first=first)

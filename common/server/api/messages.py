@@ -42,7 +42,7 @@ from typing_extensions import TypedDict
 from common.constrained.grammar import Grammar
 from common.request import StepOutput
 from common.server.api import conversation as chat
-from common.server.api.answer import Answer, Choice, ItemFormat
+from common.server.api.answer import Choice, ItemFormat
 from common.server.api.bodies import Fields, OneText, Parts, by_type, note
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.parts import CallPart, Part, ReasoningPart
@@ -419,9 +419,6 @@ class MessageEvents(ItemFormat):
     blocks."""
 
     ping = event({"type": "ping"}, "ping")
-
-    def __init__(self, answer: Answer, _: MessagesRequest) -> None:
-        super().__init__(answer)
 
     def opening(self) -> bytes:
         prompt_tokens = len(self.answer.streams[0].request.prompt_token_ids)

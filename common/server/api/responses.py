@@ -49,7 +49,7 @@ from common.server.api.conversation import (
     message,
     refuse_long,
 )
-from common.server.api.logprobs import ChatTokenLogprobs, response_logprobs
+from common.server.api.logprobs import ChatTokenLogprobs, chat_logprobs
 from common.server.api.parts import CallPart, Part, ReasoningPart, TextPart
 from common.server.api.response_items import (
     ITEMS,
@@ -596,7 +596,7 @@ class ResponseEvents(ItemFormat):
     """The wire format of `/v1/responses`: a stream of OpenAI's named events, or one JSON object."""
 
     def __init__(self, answer: Answer, wanted: ResponsesRequest) -> None:
-        super().__init__(answer)
+        super().__init__(answer, wanted)
         self._wanted = wanted
         params = answer.streams[0].request.params
         self._settings = wanted.settings(params.temperature, params.top_p)
@@ -639,7 +639,8 @@ class ResponseEvents(ItemFormat):
         return {"type": name, "sequence_number": number, **fields}  # type: ignore[typeddict-item]
 
     def walk(self, choice: Choice, output: StepOutput) -> Iterator[Mapping[str, Any]]:
-        self._logprobs += response_logprobs(self.answer, choice, output)
+        logprobs = chat_logprobs(self.answer, choice, [output])
+        self._logprobs += [] if logprobs is None else logprobs["content"]
         yield from super().walk(choice, output)
 
     def begin(self, part: Part) -> Iterator[ResponseEvent]:
