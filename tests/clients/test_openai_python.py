@@ -168,25 +168,6 @@ def test_choices(api: Api, server: ServerProcess, prompt: Any) -> None:
     assert answer.usage.completion_tokens == native["usage"]["completion_tokens"]
 
 
-@pytest.mark.parametrize("name", ["completions"])
-def test_fields_of_openai_and_of_others(api: Api) -> None:
-    """Fields of OpenAI and, by `extra_body`, of vLLM, under both prefixes."""
-    fields = {"n": 2, "best_of": 2, "stop": ["\u2603"], "seed": 4, "top_p": 0.9, "user": "someone"}
-    fields |= {"logprobs": 2, "presence_penalty": 0.1, "frequency_penalty": 0.1}
-    more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2}
-    answer = api.create(**fields, extra_body=more)
-    assert len(answer.choices) == 2
-    assert answer.choices[1].logprobs.tokens
-
-
-def test_models(client: openai.OpenAI, server: ServerProcess) -> None:
-    """The list of models, and one of them, under both prefixes."""
-    assert [model.id for model in client.models.list()] == [server.model]
-    assert client.models.retrieve(server.model).id == server.model
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("another")
-
-
 @on_text_and_chat
 def test_logprobs(api: Api, server: ServerProcess, prompt: Any) -> None:
     """`logprobs` of completions and of chat, under both prefixes."""
@@ -378,18 +359,3 @@ def test_refusals(api: Api, prefix: str) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         api.create(model="another")
     assert unknown.value.code == "model_not_found"
-
-
-@on_apis
-def test_a_wrong_key(api: Api) -> None:
-    """A wrong key as the library's exception, under both prefixes."""
-    stranger = Api(api.client.with_options(api_key="wrong"), api.model, api.name)
-    with pytest.raises(openai.AuthenticationError, match="key"):
-        stranger.create()
-
-
-@on_apis
-def test_a_stream_left_early(api: Api) -> None:
-    """A stream that is left after its first piece, and the next request, under both prefixes."""
-    with api.create(max_tokens=500, stream=True, extra_body={"ignore_eos": True}) as stream:
-        next(piece for event in stream if (piece := piece_of(event)))
