@@ -254,11 +254,14 @@ def test_a_function_of_a_namespace_is_called_by_both_names(server: ServerProcess
     assert again["usage"]["input_tokens"] == same["usage"]["input_tokens"]
 
 
-def test_the_log_names_each_type_of_skipped_tools_once(server: ServerProcess) -> None:
-    for _ in range(2):
-        respond(server, tools=[{"type": "web_search"}, FILES], max_output_tokens=1)
-    for kind in ("web_search", "custom"):
-        assert len([line for line in server.log if f"tools of type '{kind}' are skipped" in line]) == 1
+def test_skipped_tools_are_named_as_unknown_fields_are(server: ServerProcess) -> None:
+    skipped = [{"type": f"kind_{number}"} for number in range(20)]
+    for tools, named in (
+        ([{"type": "web_search"}, FILES], "tools[0].web_search,tools[1].tools[1].custom"),
+        (skipped, ",".join(f"tools[{number}].kind_{number}" for number in range(16))),
+    ):
+        answer = server.ask("/v1/responses", tools=tools, max_output_tokens=1)
+        assert (answer.status_code, answer.headers["x-infer-ignored"]) == (200, named)
 
 
 def test_a_streamed_call_has_openais_events(server: ServerProcess) -> None:

@@ -270,8 +270,6 @@ def review(body: Fields, ignored: dict[str, str], *, strict: bool = False, prefi
         value = extra[name] if name in extra else getattr(body, name)
         _require_neutral(f"{prefix}{name}", value, known[name])
     for name in extra:
-        if len(ignored) == MOST_NAMES:
-            break
         if name in known or name in hints:
             continue
         if strict:
@@ -291,7 +289,9 @@ def review(body: Fields, ignored: dict[str, str], *, strict: bool = False, prefi
 
 
 def note(ignored: dict[str, str], prefix: str, name: str) -> None:
-    """Add an ignored field to `ignored`: see `review`."""
+    """Add an ignored field to `ignored`, unless that is full: see `review`."""
+    if len(ignored) >= MOST_NAMES:
+        return
     # Names that a client made up are written into a header and into the log.
     path = prefix + re.sub(r"[^\w.$-]", "?", shorten(name, MOST_CHARACTERS), flags=re.ASCII)
     ignored.setdefault(re.sub(r"\[\d+\]", "[]", path), path)

@@ -39,7 +39,7 @@ from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import Function
 from common.request import StepOutput
 from common.server.api.answer import Answer, Choice, ItemFormat
-from common.server.api.bodies import MAX_BODY_BYTES, Fields, too_large
+from common.server.api.bodies import MAX_BODY_BYTES, Fields, note, too_large
 from common.server.api.conversation import (
     EFFORT,
     VERBOSITY,
@@ -77,10 +77,9 @@ from common.server.api.tools import (
     Word,
     by_kind,
     functions_of,
-    log_once,
 )
 from common.server.api.wanted import NewTokens, Whole, naming
-from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused, shorten
+from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused
 from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
 
@@ -364,11 +363,8 @@ class ResponsesRequest(ConversationRequest):
             for place, each in inner.items():
                 if isinstance(each, FunctionTool):
                     yield path + place, namespace, each
-                else:
-                    kind = shorten(each.type, 40)
-                    log_once(
-                        f"/v1/responses: tools of type {kind!r} are skipped, since this server runs no tools"
-                    )
+                else:  # the log and a header name its type
+                    note(self._ignored, f"{path}{place}.", each.type)
 
     @cached_property
     def called(self) -> Mapping[str, Mapping[str, str]]:
