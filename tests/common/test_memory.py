@@ -286,7 +286,7 @@ def read(entry):
     return int(line.split()[1]) * 1024
 
 def sampling(_):
-    sequences, vocab = 32, 128_000
+    sequences, vocab = 12, 128_000
     requests = [Request(str(i), [1, 2], PARAMS) for i in range(sequences)]
     for request in requests:
         request.sampling.seed(0)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGE = '''"""Phase 9 again."""
@@ -26,25 +28,28 @@ class Scheduler(PipelinedScheduler):
 build_engine = EngineBuilder(PHASE, Config, Scheduler, Runner, pipelined.pool)
 '''
 
-
 ASK = """
+import sys
 from common.llm import LLM
 from infer import main
 
 assert main(["phases"]) == 0
 assert LLM("zoo:llama-tiny", phase=11).generate(["Once"])[0].token_ids
+print("torch's compiler" if "torch._dynamo" in sys.modules else "no compiler")
 """
 
 
-def test_a_registered_phase_is_listed_last_and_answers(tmp_path: Path) -> None:
-    """`phase11_copy` is installed outside of this project."""
-    package, metadata = tmp_path / "phase11_copy", tmp_path / "phase11_copy-1.dist-info"
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of a process in which `phase11_copy`, installed outside of this project, is listed and used."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    package, metadata = folder / "phase11_copy", folder / "phase11_copy-1.dist-info"
     package.mkdir()
     metadata.mkdir()
     (package / "__init__.py").write_text(PACKAGE)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: phase11-copy\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[infer.phases]\nphase11_copy = phase11_copy\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = os.pathsep.join([str(folder), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         cwd=ROOT,
@@ -54,6 +59,15 @@ def test_a_registered_phase_is_listed_last_and_answers(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["4", "5", "6", "7", "8", "9", "10", "11"]
-    assert lines[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]
+    return done.stdout.splitlines()
+
+
+def test_a_registered_phase_is_listed_last_and_answers(said: list[str]) -> None:
+    *phases, _ = said
+    assert [line.split()[0] for line in phases] == ["4", "5", "6", "7", "8", "9", "10", "11"]
+    assert phases[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]
+
+
+def test_an_engine_starts_without_torchs_compiler(said: list[str]) -> None:
+    """Importing it takes seconds and 70 MB. Torch imports it for some calls that look harmless."""
+    assert said[-1] == "no compiler"
