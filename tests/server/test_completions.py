@@ -266,18 +266,6 @@ def test_include_usage_adds_a_last_event_without_choices(server: ServerProcess) 
 # ---------------------------------------------------------------------- fields
 
 
-def test_null_means_the_default(server: ServerProcess) -> None:
-    names = (
-        "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty stop logprobs stream_options echo "
-        "n best_of ignore_eos min_tokens stop_token_ids suffix logit_bias user response_format structured_outputs "
-        "prompt_logprobs return_token_ids"
-    )
-    nulls: dict[str, None] = dict.fromkeys(names.split())
-    assert server.complete(**nulls)["choices"] == server.complete()["choices"]
-    answer = server.complete(max_tokens=None, temperature=None, seed=None, ignore_eos=True)
-    assert answer["usage"]["completion_tokens"] == 128
-
-
 def test_penalties_and_filters_reach_the_sampler(server: ServerProcess) -> None:
     plain = server.text(max_tokens=40, ignore_eos=True)
     for fields in (
