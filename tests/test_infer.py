@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,6 @@ from common.startup.phases import find_phase, phase_names
 from infer import main
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which a measuring command replaces."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
