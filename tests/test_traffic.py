@@ -91,16 +91,6 @@ def traffic_of(variant: Variant) -> Traffic:
     return (PipelinedTraffic if pipelined else Traffic)(variant.phase, **variant.options)
 
 
-@pytest.mark.parametrize("variant", [each for each in PHASES if each.phase != "phase4_static"], ids=str)
-def test_random_operations_of_requests_with_priorities(variant: Variant) -> None:
-    traffic = traffic_of(variant)
-    traffic.priorities = (0, 3, -1, 0, 1)
-    random_traffic(traffic, 1000, seed=3)
-    assert_everything_happened(traffic)
-    if "num_blocks" in variant.options:
-        assert traffic.engine.telemetry.counters.preemptions > 0
-
-
 @pytest.mark.parametrize(
     ("variant", "operations", "seed"),
     [
@@ -112,6 +102,8 @@ def test_random_operations_of_requests_with_priorities(variant: Variant) -> None
 )
 def test_random_operations(variant: Variant, operations: int, seed: int) -> None:
     traffic = traffic_of(variant)
+    if variant.phase != "phase4_static":  # it has no priorities
+        traffic.priorities = (0, 3, -1, 0, 1)
     random_traffic(traffic, operations, seed)
     assert_everything_happened(traffic)
     counters = traffic.engine.telemetry.counters
