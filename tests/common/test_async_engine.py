@@ -107,8 +107,12 @@ async def test_cancelled_while_running(phase: str) -> None:
 
 
 async def test_a_reader_in_another_task_hears_of_the_cancelling(phase: str, gate: Gate) -> None:
-    async with working(engine_of(phase, gate)) as async_engine:
-        running, waiting = submit(async_engine, "one", greedy(9)), submit(async_engine, "two", greedy(9))
+    def slowly_behind_the_gate(sequences: Any) -> None:
+        gate(sequences)
+        slowly(sequences)
+
+    async with working(engine_of(phase, slowly_behind_the_gate)) as async_engine:
+        running, waiting = submit(async_engine, "one", greedy(60)), submit(async_engine, "two", greedy(60))
         readers = [asyncio.create_task(read(stream)) for stream in (running, waiting)]
         await until(gate.reached.is_set)
         running.cancel()
