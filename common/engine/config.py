@@ -38,8 +38,9 @@ class EngineConfig(BaseModel):
     """auto takes a GPU where there is one"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's type if the device has instructions for it, else float32"""
-    quantize: Literal["none", "int8"] = "none"
-    """int8: weights of half the bytes, with a factor for each output; on a CPU only"""
+    quantize: Literal["auto", "none", "int8"] = "auto"
+    """auto: quantized weights of a GGUF file keep their bits if native kernels compute with them; none: they are
+    dequantized; int8: weights of half the bytes, with a factor for each output, on a CPU only"""
     native_kernels: bool = True
     """compute on a CPU by C++ kernels, which are built at the first start; without them torch computes, more
     slowly"""

@@ -18,6 +18,7 @@ from common.models.loader import fill_randomly, load_weights
 from common.text.chat_template import ChatTemplate
 from common.text.folder_vocabulary import FolderVocabulary
 from common.text.tokenizer import Tokenizer
+from kernels.grouped import Form
 
 DUMMY_SEED = 0  # fixed, so that all phases are measured with the same weights
 
@@ -32,6 +33,8 @@ class Checkpoint(ABC):
         quantization: for the log, the names of the quantized types whose weights are dequantized when they are
             read; None if there are none.
         is_int8: whether weights are stored as int8, and kernels compute with them as int8.
+        keeps_groups: whether weights that are stored in groups stay so, instead of being dequantized. It may be
+            set until the model is loaded.
         generation_config: the object in the model's `generation_config.json`; empty if there is no such file.
         unused: what the files say and is not used, in words, for the log.
     """
@@ -39,6 +42,7 @@ class Checkpoint(ABC):
     folder: Path | None = None
     quantization: str | None = None
     is_int8: bool = False
+    keeps_groups: bool = False
 
     def __init__(self, name: str, config: ModelConfig, generation_config: JsonObject | None = None) -> None:
         self.name = name
@@ -53,6 +57,13 @@ class Checkpoint(ABC):
         Raises:
             StartupError: the weights do not fit the config, or cannot be read.
         """
+
+    def form_of(self, name: str) -> Form | None:  # noqa: ARG002 - most checkpoints have no groups
+        """Return the form in which a matrix is held, from its name in a Hugging Face checkpoint.
+
+        None: its weights are not in groups, or are dequantized.
+        """
+        return None
 
     @abstractmethod
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,9 +27,10 @@ from common.models.config import (
     RopeConfig,
 )
 from kernels.batch_invariance import Heads, Product, is_batch_invariant
-from kernels.dispatch import use_triton
+from kernels.dispatch import has_native_products, use_triton
 from kernels.few_rows_linear import gated_linear, linear
 from kernels.gated_act import gated_act
+from kernels.grouped import Form, Layout, grouped_gated_linear, grouped_linear, grouped_rows
 from kernels.int8 import dequantized_rows, linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
@@ -56,7 +57,8 @@ class Linear(nn.Module):
     """A linear layer: `y = x W^T (+ b)`, [T, in] -> [T, sum of sizes].
 
     Matrices of a checkpoint that have the same input (`loader.FUSED`) are fused, so one product replaces two or
-    three. The weight may be int8 with a factor for each output (`kernels.int8`).
+    three. The weight may be int8 with a factor for each output (`kernels.int8`), or bytes of weights in groups
+    (`kernels.grouped`).
 
     Sums are float32. They are rounded to the model's type, unless the layer is `wide`: then y is float32.
     """
@@ -77,6 +79,7 @@ class Linear(nn.Module):
             nn.Parameter(torch.empty(self.out_features, dtype=dtype), requires_grad=False) if bias else None
         )
         self.weight_scale: nn.Parameter | None = None  # [out, 1] float32, of a quantized weight
+        self.layout: Layout | None = None  # of a weight in groups
         self.packed: Tensor | None = None  # the weight in panels (`kernels.linear`), after `pack`
 
     def quantize(self) -> None:
@@ -86,8 +89,22 @@ class Linear(nn.Module):
             self.weight = nn.Parameter(values, requires_grad=False)
             self.weight_scale = nn.Parameter(scales, requires_grad=False)
 
+    def group(self, forms: Sequence[Form]) -> None:
+        """Replace the weight by room for weights in groups. The weight is on the meta device.
+
+        Args:
+            forms: of each of the checkpoint's matrices.
+        """
+        self.layout = Layout.of(self.in_features, self.sizes, forms)
+        self.weight = self.layout.room()
+
     def pack(self) -> None:
-        """Replace the weight by its form for native CPU kernels. Changes nothing if they cannot compute with it."""
+        """Replace the weight by its form for native CPU kernels. Changes nothing if they cannot compute with it.
+
+        Weights in groups have that form already.
+        """
+        if self.layout is not None:
+            return
         self.packed = self.in_panels(self.weight)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
@@ -96,7 +113,16 @@ class Linear(nn.Module):
         """Return `weight` in panels, the form for native CPU kernels; None if they cannot compute with it."""
         return pack_linear(weight, self.dtype)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether native CPU kernels compute this layer."""
+        if self.layout is not None:
+            return has_native_products(self.weight, self.dtype)
+        return self.packed is not None
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.layout is not None:
+            return grouped_linear(x, self.weight, self.layout, self.bias, self.wide)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.out_features, self.bias, self.weight_scale, self.wide)
         return self.product(x)
@@ -121,6 +147,8 @@ class GatedLinear(Linear):
         return pack_gated_linear(weight, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.layout is not None:
+            return grouped_gated_linear(x, self.weight, self.layout, self.activation, self.bias)
         if self.packed is not None:
             return packed_gated_linear(
                 x, self.packed, self.sizes[0], self.activation, self.bias, self.weight_scale
@@ -284,6 +312,7 @@ class CausalLM(nn.Module, ABC):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table, _freeze=True)
         # Rounded to bfloat16, logits from 16 to 32 would be multiples of 1/8, and many of them equal.
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, wide=True)
+        self.embedding_layout: Layout | None = None  # of an embedding in groups
         self._tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self.rotary = nn.ModuleList(RotaryTable(entry, config.head_dim, max_positions) for entry in ropes)
@@ -294,6 +323,8 @@ class CausalLM(nn.Module, ABC):
         )
         self.norm = RMSNorm(config.hidden_size, config, dtype)
         self.batch_invariant = False  # set by `measure_batch_invariance`
+        #: In words, the types of weights in groups, as the checkpoint stores them. None: there are none.
+        self.stored_as: str | None = None
 
     @classmethod
     @abstractmethod
@@ -312,6 +343,8 @@ class CausalLM(nn.Module, ABC):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look up the embeddings of tokens: [T] -> [T, hidden]."""
         table = self.embed_tokens.weight
+        if self.embedding_layout is not None:
+            return grouped_rows(token_ids, table, self.embedding_layout, self.dtype)
         if table.dtype != torch.int8:
             return F.embedding(token_ids, table)
         assert self.lm_head.weight_scale is not None  # an int8 embedding is tied to the head
@@ -384,15 +417,24 @@ class CausalLM(nn.Module, ABC):
                 layer.quantize()
         self._tie()
 
+    def group_embedding(self, form: Form) -> None:
+        """Replace the embedding by room for weights in groups. A tied one is the head's, which has its by now."""
+        if self.config.tie_word_embeddings:
+            self.embedding_layout = self.lm_head.layout
+            self._tie()
+        else:
+            self.embedding_layout = Layout.of(self.config.hidden_size, (self.config.vocab_size,), (form,))
+            self.embed_tokens.weight = self.embedding_layout.room()
+
     @property
     def is_quantized(self) -> bool:
         """Whether any linear layer has int8 weights. The head or other layers may be unquantized."""
         return any(layer.weight_scale is not None for layer in self.linear_layers())
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """The type of the linear layers' weights: int8 if any layer is quantized."""
-        return torch.int8 if self.is_quantized else self.dtype
+    def weight_dtype(self) -> torch.dtype | str:
+        """The type of the linear layers' weights: int8 if any layer is quantized; words if any has groups."""
+        return self.stored_as or (torch.int8 if self.is_quantized else self.dtype)
 
     def pack(self) -> None:
         """Pack all linear layers for native CPU kernels, one after the other (see `Linear.pack`).
@@ -408,7 +450,7 @@ class CausalLM(nn.Module, ABC):
 
         If so, no branch of a pass depends on a tensor's values.
         """
-        return self.lm_head.packed is not None
+        return self.lm_head.is_packed
 
     def measure_batch_invariance(self) -> None:
         """Measure whether a token's logits have the same bits in any batch, and set `batch_invariant`.

@@ -10,7 +10,7 @@ time of the code here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,12 +23,16 @@ from common.errors import StartupError
 from common.json_file import read_json
 from common.models.compressed import Stored, plain_names
 from common.models.layers import CausalLM, Linear
+from kernels.grouped import Form
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 #: Fused matrices, and the names of the checkpoint's matrices that they hold, one below the other in this order.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+#: The name of the embedding in a checkpoint. A tied head has no name.
+EMBEDDING = "model.embed_tokens.weight"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -139,15 +143,22 @@ def checkpoint_tensors(model: CausalLM) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        own = path.rpartition(".")[2]
-        prefix = ("" if module is model.lm_head else "model.") + path.removesuffix(own)
         for kind, parameter in module.named_parameters(recurse=False):
-            sizes = module.sizes if isinstance(module, Linear) else (len(parameter),)
-            for name, rows in zip(FUSED.get(own, (own,)), parameter.data.split(sizes), strict=True):
-                tensors[f"{prefix}{name}.{kind}"] = rows
+            sizes: Sequence[int] = module.sizes if isinstance(module, Linear) else (len(parameter),)
+            if kind == "weight" and isinstance(module, Linear) and module.layout is not None:
+                sizes = module.layout.byte_counts
+            for name, rows in zip(_names(path), parameter.data.split(list(sizes)), strict=True):
+                tensors[f"{name}.{kind}"] = rows
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     return tensors
+
+
+def _names(path: str) -> list[str]:
+    """Return the names that a module's matrices have in checkpoints, without `.weight`."""
+    stem, _, own = path.rpartition(".")
+    prefix = "".join(f"{part}." for part in ("" if path == "lm_head" else "model", stem) if part)
+    return [f"{prefix}{name}" for name in FUSED.get(own, (own,))]
 
 
 def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantized: bool = False) -> None:
@@ -180,11 +191,31 @@ def _quantize_as_stored(model: CausalLM, names: Collection[str]) -> None:
     `names` are the names of the checkpoint's tensors.
     """
     for path, module in model.named_modules():
+        if isinstance(module, Linear) and f"{_names(path)[0]}.weight_scale" in names:
+            module.quantize()
+
+
+def make_groups(model: CausalLM, form_of: Callable[[str], Form | None]) -> None:
+    """Replace weights by room for weights in groups. The model is on the meta device.
+
+    A linear layer stays as it is if one of its matrices has no form.
+
+    Args:
+        form_of: takes the name of a matrix in a checkpoint, and returns the form in which it is held, if any.
+    """
+    embedding, tied = form_of(EMBEDDING), model.config.tie_word_embeddings
+    for path, module in model.named_modules():
         if isinstance(module, Linear):
-            stem, _, own = path.rpartition(".")
-            first = FUSED.get(own, (own,))[0]
-            if (f"model.{stem}.{first}" if stem else first) + ".weight_scale" in names:
-                module.quantize()
+            names = (
+                [EMBEDDING]
+                if tied and module is model.lm_head
+                else [f"{name}.weight" for name in _names(path)]
+            )
+            forms = [form for name in names if (form := form_of(name)) is not None]
+            if len(forms) == len(module.sizes):
+                module.group(forms)
+    if embedding is not None:
+        model.group_embedding(embedding)
 
 
 def fill_from(
@@ -195,6 +226,7 @@ def fill_from(
     origin: Path,
     shapes: str = "config.json",
     spelled: Callable[[str], str] = str,
+    form_of: Callable[[str], Form | None] | None = None,
 ) -> None:
     """Allocate a model that was built on the meta device, and read its weights.
 
@@ -205,6 +237,7 @@ def fill_from(
         origin: the checkpoint's folder or file, for the error message.
         shapes: the part of the checkpoint that the model's shapes come from, for the error message.
         spelled: takes a tensor's name in Hugging Face checkpoints, and returns its name in `stored`.
+        form_of: the same for `make_groups`: matrices that have a form are read as groups.
 
     Raises:
         StartupError: tensors are missing, unexpected or of a wrong shape (the message has the first names), or a
@@ -227,6 +260,8 @@ def fill_from(
     ]
     if problems:
         raise StartupError(f"{origin}: the tensors do not fit its {shapes}. {'; '.join(problems)}")
+    if form_of is not None:
+        make_groups(model, form_of)
     model.materialise(device)
     held = {spelled(name): rows for name, rows in checkpoint_tensors(model).items()}
     for name, tensor in stored.items():

@@ -32,6 +32,7 @@ from common.models.gguf.checkpoint import GGUFCheckpoint, config_of
 from common.models.gguf.file import GGUFFile, first_part, is_gguf
 from common.models.layers import CausalLM
 from common.models.llama import Llama
+from common.models.loader import make_groups
 from common.models.mistral import Mistral
 from common.models.presets import PRESETS, TOKENIZER_OF
 from common.models.qwen2 import Qwen2
@@ -39,6 +40,7 @@ from common.models.qwen3 import Qwen3
 from common.models.unused import unused_in_folder
 from common.request import SamplingParams
 from common.text.folder_vocabulary import FolderVocabulary
+from kernels.grouped import Form
 
 T = TypeVar("T")
 
@@ -183,6 +185,7 @@ def weight_bytes(
     *,
     packed: bool = False,
     int8: Literal["none", "layers", "all"] = "none",
+    form_of: Callable[[str], Form | None] | None = None,
 ) -> int:
     """Return the bytes that a model's weights take in `dtype`, without allocating them.
 
@@ -190,12 +193,16 @@ def weight_bytes(
         packed: whether weights are packed for native kernels. A tied embedding is then held a second time, as the
             head. The panels are counted as if they had the size of the unpacked weights.
         int8: the linear layers whose weights are int8: none, all but the head, or all.
+        form_of: gives the forms of weights in groups (see `Checkpoint`). A tied embedding is then held once.
     """
     model = _without_memory(config, dtype, max_positions=1)
+    if form_of is not None:
+        make_groups(model, form_of)
     if int8 != "none":
         model.quantize(head=int8 == "all")
     total = sum(weight.nbytes for weight in model.parameters())
-    return total + (model.lm_head.weight.nbytes if packed and config.tie_word_embeddings else 0)
+    twice = packed and config.tie_word_embeddings and model.lm_head.layout is None
+    return total + (model.lm_head.weight.nbytes if twice else 0)
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> CausalLM:

@@ -71,7 +71,8 @@ class Version(TypedDict):
     device: str
     dtype: Annotated[str, Field(description="type of activations, keys and values")]
     weights: Annotated[
-        str, Field(description="type of the linear layers' weights: int8 if they are quantized")
+        str,
+        Field(description="type of the linear layers' weights; of weights in groups, the types in the file"),
     ]
     kernels: Annotated[
         Literal["triton", "native", "torch"],

@@ -34,7 +34,7 @@ from common.startup.warm_up import warm_up
 from common.text.tokenizer import Tokenizer
 from kernels.dispatch import INTERPRETED, kernels_on
 from kernels.few_rows_linear import whole_sums
-from kernels.native import load_native_kernels
+from kernels.native import has_products, load_native_kernels
 from kernels.paged_attention import SPLIT_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
     native = config.native_kernels and device.type == "cpu" and not INTERPRETED and load_native_kernels()
     quantized = config.quantize == "int8"
+    checkpoint.keeps_groups = config.quantize == "auto" and native and has_products(dtype)
     if device.type == "cuda" and (quantized or checkpoint.is_int8):
         raise StartupError(
             "int8 weights are for a CPU so far: use --device cpu, or a model without --quantize"
@@ -153,8 +154,13 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     int8: Literal["none", "layers", "all"] = (
         "all" if quantized else "layers" if checkpoint.is_int8 else "none"
     )
-    weights = weight_bytes(checkpoint.config, dtype, packed=native, int8=int8)
-    read = weight_bytes(checkpoint.config, dtype, int8="layers" if checkpoint.is_int8 else "none")
+    weights = weight_bytes(checkpoint.config, dtype, packed=native, int8=int8, form_of=checkpoint.form_of)
+    read = weight_bytes(
+        checkpoint.config,
+        dtype,
+        int8="layers" if checkpoint.is_int8 else "none",
+        form_of=checkpoint.form_of,
+    )
     limit = checkpoint.config.max_position_embeddings
     config = with_context(config, checkpoint.config, dtype, device, weights=weights, limit=limit)
     config = sized_for(config, checkpoint.config, dtype, device, weights=weights)
@@ -176,7 +182,9 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     _run_every_kind_of_pass(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)
     held = str(dtype)
-    if checkpoint.quantization is not None:
+    if model.stored_as is not None:
+        held = f"{model.stored_as}, computed in {held.removeprefix('torch.')}"
+    elif checkpoint.quantization is not None:
         held = f"{checkpoint.quantization}, dequantized to {held.removeprefix('torch.')}"
     if model.is_quantized:
         held += ", int8 weights"

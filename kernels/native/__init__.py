@@ -111,6 +111,15 @@ def _register_shapes() -> None:
     fake("infer::gated_act")(lambda x, _: x.new_empty(x.shape[0], x.shape[1] // 2))
     fake("infer::linear")(lambda x, _, outputs, *__: x.new_empty(x.shape[0], outputs))
     fake("infer::gated_linear")(lambda x, _, size, *__: x.new_empty(x.shape[0], size))
+    fake("infer::grouped_linear")(
+        lambda x, _, __, outputs, ___, wide: x.new_empty(
+            x.shape[0], outputs, dtype=torch.float32 if wide else x.dtype
+        )
+    )
+    fake("infer::grouped_gated_linear")(lambda x, _, __, size, *___: x.new_empty(x.shape[0], size))
+    fake("infer::grouped_rows")(
+        lambda rows, _, __, inputs, dtype: rows.new_empty(len(rows), inputs, dtype=dtype)
+    )
     fake("infer::attention")(lambda q, *_: q.new_empty(q.shape))
 
 

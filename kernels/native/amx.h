@@ -27,11 +27,12 @@ constexpr int64_t kAmxInputs = 32;  // of one instruction
 // The compiler does not know that tiles are loaded from memory: it must not move stores behind this.
 inline void tiles_read_memory() { asm volatile("" ::: "memory"); }
 
-// Sets the shapes of this thread's tile registers for 1 to 32 rows, and clears them at its end. Registers 0 to 3 hold
-// sums, 4 and 5 hold x, 6 and 7 hold weights. With more than 16 rows, 2, 3 and 5 hold the rows after the first 16.
+// Sets the shapes of this thread's tile registers for 1 to 32 rows and 16 or 32 inputs, and clears them at its end.
+// Registers 0 to 3 hold sums, 4 and 5 hold x, 6 and 7 hold weights. With more than 16 rows, 2, 3 and 5 hold the rows
+// after the first 16.
 class AmxShapes {
  public:
-  explicit AmxShapes(int64_t rows) {
+  explicit AmxShapes(int64_t rows, int64_t inputs = kAmxInputs) {
     struct {  // as the instruction reads it
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
@@ -39,8 +40,8 @@ class AmxShapes {
     } shapes;
     const int64_t first = std::min(rows, kAmxRows), others = rows > kAmxRows ? rows - kAmxRows : first;
     for (int tile = 0; tile < 8; ++tile) {
-      shapes.bytes[tile] = 64;
-      shapes.rows[tile] = uint8_t(tile > 5 ? 16 : tile == 2 || tile == 3 || tile == 5 ? others : first);
+      shapes.bytes[tile] = tile == 4 || tile == 5 ? uint16_t(2 * inputs) : 64;
+      shapes.rows[tile] = uint8_t(tile > 5 ? inputs / 2 : tile == 2 || tile == 3 || tile == 5 ? others : first);
     }
     tiles_read_memory();
     _tile_loadconfig(&shapes);
@@ -97,11 +98,17 @@ void multiply_by_amx(const c10::BFloat16* x, int64_t stride, int64_t inputs, flo
   }
 }
 
+// Returns whether this process may use tiles. Linux asks for permission, once.
+inline bool may_use_amx() {
+  static const bool may = at::cpu::init_amx();
+  return may;
+}
+
 // Returns whether this process may use tiles, and sums of 1,024 products then have the library's bits. Tried once.
 inline bool amx_has_librarys_bits() {
   constexpr int64_t kTried = 32;  // rows, and outputs
   static const bool same =
-      at::cpu::init_amx() &&
+      may_use_amx() &&
       has_librarys_bits_with<c10::BFloat16, kTried, kTried>(
           [](const c10::BFloat16* x, const c10::BFloat16* panel, int64_t inputs, float* sums) {
             const AmxShapes shapes(kTried);

@@ -1,6 +1,7 @@
 // A linear layer on a CPU, on weights packed for it: see linear.py for what it is and for the shapes.
 #include "amx.h"
 #include "few_rows.h"
+#include "widener.h"
 
 #include <algorithm>
 #include <atomic>
@@ -85,44 +86,6 @@ void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
 }
 
 #else
-
-// The lower and upper bytes of the bfloat16 numbers 0 to 127.
-struct BytesOfNumbers {
-  alignas(64) uint8_t lower[128], upper[128];
-  BytesOfNumbers() {
-    for (int i = 0; i < 128; ++i) {
-      const uint16_t bits = from_float<c10::BFloat16>(float(i)).x;
-      lower[i] = uint8_t(bits);
-      upper[i] = uint8_t(bits >> 8);
-    }
-  }
-};
-const BytesOfNumbers kBytes;
-
-// Widens 64 weights at a time by looking up both bytes of their magnitudes, 64 bytes by one instruction: fewer
-// instructions than by way of int32 and float32.
-class Widener {
- public:
-  // 64 weights -> 32 in each of two registers, in order.
-  void operator()(const int8_t* from, __m512i& first, __m512i& second) const {
-    // Below, lanes of 16 bytes are unpacked to twice their size: their lower halves first, then their upper ones.
-    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-    const __m512i weights = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from));
-    const __m512i magnitudes = _mm512_abs_epi8(weights);
-    const __m512i lower = _mm512_permutex2var_epi8(lower_[0], magnitudes, lower_[1]);
-    __m512i upper = _mm512_permutex2var_epi8(upper_[0], magnitudes, upper_[1]);
-    const __m512i sign = _mm512_set1_epi8(-128);
-    upper = _mm512_ternarylogic_epi32(upper, weights, sign, 0xf8);  // upper | weights & sign
-    // -128 has no magnitude among those; its lower byte is that of 0.
-    upper = _mm512_mask_mov_epi8(upper, _mm512_cmpeq_epi8_mask(weights, sign), _mm512_set1_epi8(int8_t(0xc3)));
-    first = _mm512_unpacklo_epi8(lower, upper);
-    second = _mm512_unpackhi_epi8(lower, upper);
-  }
-
- private:
-  __m512i lower_[2] = {_mm512_load_si512(kBytes.lower), _mm512_load_si512(kBytes.lower + 64)};
-  __m512i upper_[2] = {_mm512_load_si512(kBytes.upper), _mm512_load_si512(kBytes.upper + 64)};
-};
 
 void widen(const int8_t* from, c10::BFloat16* to, int64_t count) {
   const Widener widener;

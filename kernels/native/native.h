@@ -82,6 +82,7 @@ class Buffer {
  public:
   explicit Buffer(int64_t count = 0) { hold(count); }
   T* data() { return reinterpret_cast<T*>(lines_.data()); }
+  const T* data() const { return reinterpret_cast<const T*>(lines_.data()); }
 
   // Makes room for `count` numbers at least.
   void hold(int64_t count) {

@@ -32,7 +32,10 @@ class RealModel:
 
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
-        return open_checkpoint(self.name)
+        """The file, whose weights keep their bits as in a server. The oracle dequantizes them."""
+        checkpoint = open_checkpoint(self.name)
+        checkpoint.keeps_groups = True
+        return checkpoint
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

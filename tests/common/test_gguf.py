@@ -26,12 +26,16 @@ from common.errors import StartupError
 from common.llm import LLM
 from common.models.config import LinearScaling
 from common.models.gguf import file as gguf_file
-from common.models.gguf.file import READABLE, GGUFFile
+from common.models.gguf.file import PLAIN, READABLE, GGUFFile
+from common.models.gguf.groups import KINDS
 from common.models.gguf.tokenizer import GGUFVocabulary
-from common.models.layers import CausalLM, rope_frequencies
-from common.models.registry import open_checkpoint
+from common.models.layers import CausalLM, Linear, rope_frequencies
+from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import SamplingParams
+from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
+from kernels.dispatch import has_native_products
+from kernels.grouped import unpack
 from tests.support.gguf_files import (
     ARCHITECTURES,
     BYTE,
@@ -188,6 +192,90 @@ def test_every_type_is_dequantized_some_rows_at_a_time(
         target = torch.empty(24, 512, dtype=dtype)
         dataclasses.replace(tensor, heads=heads).read_into(target)
         assert torch.equal(target, expected.to(dtype))
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("kind", [kind for kind in READABLE if kind not in PLAIN])
+def test_every_quantized_type_is_read_as_its_own_numbers(
+    kind: str, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 24 if heads else 75
+    data = random_blocks(kind, rows=rows, width=512)
+    file = save_tensor(tmp_path / "one.gguf", "blk.0.attn_q.weight", data, kind)
+    tensor = dataclasses.replace(GGUFFile.open(file).tensors["blk.0.attn_q.weight"], heads=heads)
+    expected = torch.empty(rows, 512)
+    tensor.read_into(expected)
+    monkeypatch.setattr("common.models.gguf.groups.CHUNK_WEIGHTS", 32 * 512)
+    form = KINDS[kind].form
+    panels = torch.empty(form.num_bytes(rows, 512), dtype=torch.uint8)
+    tensor.read_into(panels)
+    assert panels.nbytes < 1.05 * file.stat().st_size * -(-rows // 32) * 32 / rows
+    assert torch.equal(unpack(panels, form, 512)[:rows], expected)
+
+
+#: Sizes that are whole blocks, and types as files of four bits mix them.
+WHOLE_BLOCKS = {"hidden_size": 96, "intermediate_size": 160}
+MIXED = {"attn_v": "Q5_1", "attn_k": "Q8_0", "ffn_down": "Q5_0", "ffn_up": "Q4_1", "token_embd": "Q8_0"}
+
+
+def save_mixed(tmp_path: Path, architecture: str = "llama", **entries: Any) -> Path:
+    source = save_tiny(tmp_path / "source", architecture, **WHOLE_BLOCKS, **entries)
+    return save_gguf(source, tmp_path / "model.gguf", lambda name: MIXED.get(name.split(".")[-2], "Q4_0"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@EVERY_ARCHITECTURE
+def test_a_model_in_its_own_bits_computes_what_its_dequantized_weights_do(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    file = save_mixed(tmp_path, architecture, tie_word_embeddings=tied)
+    checkpoint = open_checkpoint(str(file))
+    checkpoint.keeps_groups = True
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=512)
+    assert all(layer.layout is not None for layer in model.linear_layers())
+    assert model.embed_tokens.weight.dtype == torch.uint8
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    assert sum(sizes) == weight_bytes(
+        checkpoint.config, torch.float32, packed=True, form_of=checkpoint.form_of
+    )
+    ids = draw_ids(60)
+    expected = solo_logits(load(file), ids)
+    bound = 1e-5 * expected.abs().max().item()
+    assert largest_difference(solo_logits(model, ids), expected) < bound
+    model.pack()  # changes nothing
+    assert largest_difference(solo_logits(model, ids), expected) < bound
+
+
+def test_a_layer_with_a_matrix_that_is_not_quantized_is_dequantized(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", "llama", **WHOLE_BLOCKS)
+    file = save_gguf(source, tmp_path / "model.gguf", lambda name: "F16" if "attn_v" in name else "Q4_0")
+    checkpoint = open_checkpoint(str(file))
+    checkpoint.keeps_groups = True
+    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=512)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            assert (module.layout is None) == ("qkv_proj" in name)
+
+
+@pytest.mark.parametrize(("quantize", "weights"), [(None, "Q4_0"), ("none", "float32"), ("int8", "int8")])
+def test_what_is_served_is_said(
+    quantize: str | None, weights: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not has_native_products(torch.empty(0)):
+        pytest.skip("without native kernels, weights are dequantized")
+    caplog.set_level("INFO")
+    file = save_mixed(tmp_path)
+    package = find_phase("static")
+    options = {} if quantize is None else {"quantize": quantize}
+    engine = package.build_engine(package.Config(model=str(file), dtype="float32", **options))
+    assert engine.maker.facts.weight_dtype.startswith(weights)
+    loaded = next(line for line in caplog.messages if line.startswith("loaded"))
+    said = {
+        None: "bits a weight, computed in float32",
+        "none": "dequantized to float32",
+        "int8": "int8 weights",
+    }
+    assert said[quantize] in loaded
 
 
 def divisors(source: Path) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from common.engine.reference import generate
 from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
 from common.models.loader import fill_randomly
-from common.models.registry import ARCHITECTURES, load_model, open_checkpoint
+from common.models.registry import ARCHITECTURES, ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from common.sampling.draw import Sampled
 from common.sampling.inputs import TokenMasks
@@ -34,7 +36,10 @@ from common.text.tokenizer import Tokenizer
 from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
 from tests.support.engines import Variant
+from tests.support.gguf_files import save_gguf
+from tests.support.models import read_config
 
+CPU = torch.device("cpu")
 MAX_SEQ_LEN = 384
 MAX_POSITIONS = 1600  # of the trained models
 
@@ -158,6 +163,23 @@ def random_model(architecture: str) -> CausalLM:
     return model
 
 
+def load_in_groups(folder: Path, dtype: torch.dtype) -> CausalLM:
+    """Write a trained model to a GGUF file, and load it with the file's own bits."""
+    kinds = {"token_embd": "Q8_0", "attn_v": "Q5_0"}
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "model.gguf"
+        save_gguf(
+            folder,
+            file,
+            lambda name: kinds.get(name.split(".")[-2], "Q4_1"),
+            tokenizer=folder.name,
+            vocab_size=read_config(folder)["vocab_size"],
+        )
+        checkpoint = open_checkpoint(str(file))
+        checkpoint.keeps_groups = True
+        return load_model(checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS)
+
+
 @functools.cache
 def subject_of(name: str) -> Subject:
     """Return the model of a line of `MODELS`, packed as in a server."""
@@ -167,7 +189,10 @@ def subject_of(name: str) -> Subject:
         model = random_model(architecture)
     else:
         dtype = torch.bfloat16 if "bf16" in kind else torch.float32
-        model = load_model(checkpoint, device=torch.device("cpu"), dtype=dtype, max_positions=MAX_POSITIONS)
+        if "gguf" in kind:
+            model = load_in_groups(ZOO / f"{architecture}-tiny", dtype)
+        else:
+            model = load_model(checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS)
     if "int8" in kind:
         model.quantize()
     model.pack()

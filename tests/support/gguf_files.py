@@ -27,7 +27,7 @@ UNKNOWN, CONTROL, BYTE = 2, 3, 6
 def save_gguf(
     source: Path,
     target: Path,
-    kind: str = "F32",
+    kind: str | Callable[[str], str] = "F32",
     *,
     tokenizer: str = "llama-tiny",
     change: Callable[[gguf.GGUFWriter, dict[str, Tensor]], object] = lambda writer, tensors: None,
@@ -37,7 +37,7 @@ def save_gguf(
 
     Args:
         source: the checkpoint's folder.
-        kind: the type of its matrices.
+        kind: the type of its matrices, or a function of their names in GGUF.
         tokenizer: a model of the zoo, whose first tokens become the file's.
         change: called before the file is written, with the tensors by their names in GGUF, not yet interleaved.
         entries: further metadata of the architecture, with `__` for `.`; None leaves an entry out.
@@ -59,7 +59,8 @@ def save_gguf(
         part = name.split(".")[-2]
         if architecture == "llama" and part in heads:
             tensor = interleaved(tensor, heads[part])
-        stored = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 else "F32"]
+        named = kind if isinstance(kind, str) else kind(name)
+        stored = gguf.GGMLQuantizationType[named if tensor.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
     finish(writer)
     return target

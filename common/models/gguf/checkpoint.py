@@ -19,11 +19,13 @@ from common.errors import StartupError
 from common.models.checkpoint import Checkpoint
 from common.models.config import JsonObject, ModelConfig
 from common.models.gguf.file import PLAIN, GGUFFile, GGUFTensor
+from common.models.gguf.groups import KINDS
 from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM
 from common.models.loader import fill_from
 from common.models.tokenizer_files import gguf_tokenizer
 from common.text.tokenizer import Tokenizer
+from kernels.grouped import Form
 
 #: The name of an architecture in GGUF files -> its `model_type`. A `llama` with a window becomes `mistral`.
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
@@ -69,9 +71,21 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, name: str, config: ModelConfig, file: GGUFFile) -> None:
         super().__init__(name, config)
         self.file = file
-        kinds = Counter(tensor.kind for tensor in file.tensors.values() if tensor.kind not in PLAIN)
-        self.quantization = " and ".join(kind for kind, _ in kinds.most_common()) or None
+        quantized = [tensor for tensor in file.tensors.values() if tensor.kind not in PLAIN]
+        if quantized:
+            kinds = Counter(tensor.kind for tensor in quantized).most_common()
+            count = sum(math.prod(tensor.shape) for tensor in quantized)
+            bits = 8 * sum(tensor.num_bytes for tensor in quantized) / count
+            self.quantization = f"{' and '.join(kind for kind, _ in kinds)}, {bits:.1f} bits a weight"
         self.vocabulary = GGUFVocabulary(file)
+
+    def form_of(self, name: str) -> Form | None:
+        tensor = self.file.tensors.get(self._spelled(name))
+        return KINDS[tensor.kind].form if self.keeps_groups and tensor and tensor.kind in KINDS else None
+
+    def _spelled(self, name: str) -> str:
+        names = _GEMMA_NAMES if self.config.architecture == "gemma3_text" else _NAMES
+        return _spelled(name, names)
 
     def fill(self, model: CausalLM, device: torch.device) -> None:
         stored = {
@@ -79,15 +93,16 @@ class GGUFCheckpoint(Checkpoint):
             for name, tensor in self.file.tensors.items()
             if name != _ROPE_DIVISORS
         }
-        names = _GEMMA_NAMES if model.config.architecture == "gemma3_text" else _NAMES
         fill_from(
             model,
             stored,
             device,
             origin=self.file.path,
             shapes="metadata",
-            spelled=lambda name: _spelled(name, names),
+            spelled=self._spelled,
+            form_of=self.form_of,
         )
+        model.stored_as = self.quantization if self.keeps_groups else None
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
         return gguf_tokenizer(

@@ -71,6 +71,8 @@ class GGUFTensor:
     def read_into(self, target: Tensor) -> None:
         """Read the tensor from the file, and write its dequantized values to `target`.
 
+        If `target` is uint8, it is room for panels (`kernels.grouped`), and the tensor's own numbers are written.
+
         The changes that llama.cpp's converter made to the tensor (`heads`, `added`) are undone.
 
         Raises:
@@ -79,14 +81,18 @@ class GGUFTensor:
         import gguf
         import torch
 
+        from common.models.gguf import groups
         from common.models.loader import read_fully
 
+        if target.dtype == torch.uint8:
+            groups.read_into(self, target)
+            return
         kind = gguf.GGMLQuantizationType[self.kind]
         rows = self.shape[0] if self.heads else math.prod(self.shape[:-1])
         width = math.prod(self.shape) // rows
         row_bytes = self.num_bytes // rows
         flat = target.view(rows, width)
-        order = self._order(rows).to(target.device)
+        order = self.order(rows).to(target.device)
         step = max(1, _CHUNK_VALUES // width)
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
@@ -97,7 +103,7 @@ class GGUFTensor:
                 values = torch.from_numpy(gguf.dequantize(stored, kind)) - self.added
                 flat.index_copy_(0, places, values.to(flat))
 
-    def _order(self, rows: int) -> Tensor:
+    def order(self, rows: int) -> Tensor:
         """Return the number of the row in `target` that each stored row is written to: [rows] int64.
 
         In a head of size d, llama.cpp rotates pairs of neighbouring coordinates, and Hugging Face's code pairs of
