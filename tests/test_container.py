@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.servers import ServerProcess
+import pytest
+
+from tests.support.servers import ServerProcess, engine_of
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
@@ -20,6 +22,7 @@ def words(instruction: str) -> list[str]:
     return json.loads(re.findall(rf"^{instruction} (\[.*\])$", TEXT.split("\nFROM ")[-1], re.MULTILINE)[-1])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux")
 def test_the_server_starts_with_its_words_and_is_healthy() -> None:
     program, command, phase, *options = words("ENTRYPOINT") + words("CMD")
     assert (program, command) == ("infer", "serve")
@@ -30,6 +33,10 @@ def test_the_server_starts_with_its_words_and_is_healthy() -> None:
     try:
         assert here != check
         assert subprocess.run(here, check=False).returncode == 0
+        process.complete(max_tokens=8, temperature=1, seed=3, logit_bias={"5": 1}, logprobs=1)
+        front, engine = process.process.pid, engine_of(process.process.pid).pid
+        loaded = [b"libtorch" in Path(f"/proc/{number}/maps").read_bytes() for number in (front, engine)]
+        assert loaded == [False, True], "only the engine's process needs torch"
         process.signal()
         assert process.wait() == 0
     finally:
