@@ -50,6 +50,11 @@ INSTRUCTIONS = (
     "sve",
 )
 
+#: Bits of a weight in the commonest GGUF files (`Q4_K_M`): most weights have 4.5, some 6.6.
+MIXED_BITS = 4.9
+#: The share of the free memory that is left for weights beside keys, values and activations.
+WEIGHTS_SHARE = 0.8
+
 Mark = Literal[" ", "~", "!"]  # nothing wrong, slower than need be, a server may not start
 
 
@@ -239,8 +244,13 @@ def gpu() -> Finding:
 
 
 def memory() -> str:
-    """Return the memory that a server may take and the machine's total memory, as text."""
-    return f"{format_bytes(free_memory(CPU))} free of {format_bytes(psutil.virtual_memory().total)}"
+    """Return as text the memory that a server may take, the machine's memory, and how large a model may be."""
+    free = free_memory(CPU)
+    sizes = " or ".join(
+        f"{WEIGHTS_SHARE * free * 8 / bits / 1e9:.1f} billion at {bits} bits" for bits in (16, MIXED_BITS)
+    )
+    total = format_bytes(psutil.virtual_memory().total)
+    return f"{format_bytes(free)} free of {total}: room for about {sizes} a weight"
 
 
 def cache() -> Finding:

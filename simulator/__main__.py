@@ -178,12 +178,12 @@ class Column:
 
     def _cost(self, options: argparse.Namespace) -> tuple[Cost, str]:
         config = self.package.Config(**self.options)
-        int8 = config.quantize == "int8"
+        quantized = "none" if config.quantize == "auto" else config.quantize
         if options.gpu is not None:
             shape = open_checkpoint(options.model).config
-            return RooflineCost(shape, parse_gpu(options.gpu), int8=int8), options.gpu
-        if int8:
-            raise ValueError("quantize=int8: no prices of it were measured; name a device with --gpu")
+            return RooflineCost(shape, parse_gpu(options.gpu), quantized=quantized), options.gpu
+        if quantized != "none":
+            raise ValueError(f"quantize={quantized}: no prices of it were measured; name a device with --gpu")
         mode = mode_of_config(config)
         fits = load_fits(options.results)
         machine = options.machine

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from common.engine.runner import ForwardPass
 from common.kv import KVPool
@@ -145,15 +145,17 @@ class RooflineCost(Cost):
     row of logits. Sliding windows are ignored: every layer attends to all keys.
 
     Args:
-        int8: whether the weights are quantized (`--quantize int8`).
+        quantized: how the weights are quantized (`--quantize`).
     """
 
-    def __init__(self, model: ModelConfig, device: Device, *, int8: bool = False) -> None:
+    def __init__(
+        self, model: ModelConfig, device: Device, *, quantized: Literal["none", "int8", "int4"] = "none"
+    ) -> None:
         super().__init__(host_step_s=2e-4, host_row_s=1e-5)  # about as measured on a CPU with 2 cores
         self._launch_s = device.launch_s
         self._bytes_per_s = device.bytes_per_s * device.efficiency
         self._flops = device.flops * device.efficiency
-        self._weight_bytes = weight_bytes(model, model.dtype, int8="all" if int8 else "none")
+        self._weight_bytes = weight_bytes(model, model.dtype, quantized=quantized)
         weights = weight_bytes(model, model.dtype) // model.dtype.itemsize
         self._bytes_a_column = model.kv_shape(model.dtype).bytes_per_token
         self._head = model.vocab_size * model.hidden_size  # multiplied only for rows whose logits are needed

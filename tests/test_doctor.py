@@ -62,6 +62,12 @@ def test_a_requirement_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.installed().mark == "!"
 
 
+def test_how_large_a_model_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "free_memory", lambda _: 10**10)
+    assert doctor.memory().startswith("9.3 GB free of ")
+    assert doctor.memory().endswith("about 4.0 billion at 16 bits or 13.1 billion at 4.9 bits a weight")
+
+
 def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")

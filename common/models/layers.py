@@ -26,6 +26,7 @@ from common.models.config import (
     ModelConfig,
     RopeConfig,
 )
+from kernels import int4
 from kernels.batch_invariance import Heads, Product, is_batch_invariant
 from kernels.dispatch import has_native_products, use_triton
 from kernels.few_rows_linear import gated_linear, linear
@@ -97,6 +98,14 @@ class Linear(nn.Module):
         """
         self.layout = Layout.of(self.in_features, self.sizes, forms)
         self.weight = self.layout.room()
+
+    def quantize_in_groups(self, form: Form) -> None:
+        """Replace the weight by its form in groups (`kernels.int4`). The weight may be on the meta device."""
+        weight = self.weight
+        self.group([form] * len(self.sizes))
+        if not weight.is_meta:
+            assert self.layout is not None
+            self.weight = nn.Parameter(int4.quantize(weight, self.layout), requires_grad=False)
 
     def pack(self) -> None:
         """Replace the weight by its form for native CPU kernels. Changes nothing if they cannot compute with it.
@@ -416,6 +425,22 @@ class CausalLM(nn.Module, ABC):
             if head or layer is not self.lm_head:
                 layer.quantize()
         self._tie()
+
+    def quantize_to_int4(self) -> None:
+        """Replace the weights of the linear layers by four bits in groups of 32 inputs, the head's by eight bits.
+
+        A layer whose inputs are no whole groups becomes int8, and a layer that is int8 stays. A tied embedding is
+        that of the head, as with `quantize`.
+        """
+        for layer in self.linear_layers():
+            if layer.weight_scale is not None or layer.in_features % int4.GROUP:
+                layer.quantize()
+            else:
+                layer.quantize_in_groups(int4.HEAD_FORM if layer is self.lm_head else int4.FORM)
+        if self.config.tie_word_embeddings:
+            self.embedding_layout = self.lm_head.layout
+        self._tie()
+        self.stored_as = "int4"
 
     def group_embedding(self, form: Form) -> None:
         """Replace the embedding by room for weights in groups. A tied one is the head's, which has its by now."""

@@ -184,7 +184,7 @@ def weight_bytes(
     dtype: torch.dtype,
     *,
     packed: bool = False,
-    int8: Literal["none", "layers", "all"] = "none",
+    quantized: Literal["none", "layers", "int8", "int4"] = "none",
     form_of: Callable[[str], Form | None] | None = None,
 ) -> int:
     """Return the bytes that a model's weights take in `dtype`, without allocating them.
@@ -192,14 +192,16 @@ def weight_bytes(
     Args:
         packed: whether weights are packed for native kernels. A tied embedding is then held a second time, as the
             head. The panels are counted as if they had the size of the unpacked weights.
-        int8: the linear layers whose weights are int8: none, all but the head, or all.
+        quantized: whether the weights of linear layers are int8, all or those of all layers but the head, or int4.
         form_of: gives the forms of weights in groups (see `Checkpoint`). A tied embedding is then held once.
     """
     model = _without_memory(config, dtype, max_positions=1)
     if form_of is not None:
         make_groups(model, form_of)
-    if int8 != "none":
-        model.quantize(head=int8 == "all")
+    if quantized == "int4":
+        model.quantize_to_int4()
+    elif quantized != "none":
+        model.quantize(head=quantized == "int8")
     total = sum(weight.nbytes for weight in model.parameters())
     twice = packed and config.tie_word_embeddings and model.lm_head.layout is None
     return total + (model.lm_head.weight.nbytes if twice else 0)

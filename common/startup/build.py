@@ -145,22 +145,19 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
     native = config.native_kernels and device.type == "cpu" and not INTERPRETED and load_native_kernels()
-    quantized = config.quantize == "int8"
+    quantized: Literal["none", "layers", "int8", "int4"]
+    own: Literal["none", "layers"] = "layers" if checkpoint.is_int8 else "none"  # as it is read
+    quantized = config.quantize if config.quantize in ("int8", "int4") else own
+    if checkpoint.is_int8 and quantized == "int4":  # the head becomes a matrix of eight bits
+        quantized = "int8"
     checkpoint.keeps_groups = config.quantize == "auto" and native and has_products(dtype)
-    if device.type == "cuda" and (quantized or checkpoint.is_int8):
+    if device.type == "cuda" and quantized != "none":
         raise StartupError(
-            "int8 weights are for a CPU so far: use --device cpu, or a model without --quantize"
+            f"{'int8' if quantized == 'layers' else quantized} weights are for a CPU so far: use --device cpu, "
+            "or a model without --quantize"
         )
-    int8: Literal["none", "layers", "all"] = (
-        "all" if quantized else "layers" if checkpoint.is_int8 else "none"
-    )
-    weights = weight_bytes(checkpoint.config, dtype, packed=native, int8=int8, form_of=checkpoint.form_of)
-    read = weight_bytes(
-        checkpoint.config,
-        dtype,
-        int8="layers" if checkpoint.is_int8 else "none",
-        form_of=checkpoint.form_of,
-    )
+    sizes = functools.partial(weight_bytes, checkpoint.config, dtype, form_of=checkpoint.form_of)
+    weights, read = sizes(packed=native, quantized=quantized), sizes(quantized=own)
     limit = checkpoint.config.max_position_embeddings
     config = with_context(config, checkpoint.config, dtype, device, weights=weights, limit=limit)
     config = sized_for(config, checkpoint.config, dtype, device, weights=weights)
@@ -171,8 +168,10 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
         tokenizer.escape_special_tokens()
     started = time.perf_counter()
     model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
-    if quantized:
+    if config.quantize == "int8":
         model.quantize()
+    if config.quantize == "int4":
+        model.quantize_to_int4()
     if native:
         model.pack()
     if device.type == "cuda":
@@ -182,12 +181,12 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     _run_every_kind_of_pass(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)
     held = str(dtype)
-    if model.stored_as is not None:
+    if checkpoint.keeps_groups and model.stored_as is not None:
         held = f"{model.stored_as}, computed in {held.removeprefix('torch.')}"
     elif checkpoint.quantization is not None:
         held = f"{checkpoint.quantization}, dequantized to {held.removeprefix('torch.')}"
-    if model.is_quantized:
-        held += ", int8 weights"
+    if quantized != "none":
+        held += f", {str(model.weight_dtype).removeprefix('torch.')} weights"
     invariant = "" if model.batch_invariant else "not "
     logger.info(
         "loaded %s (%s, %s, %s kernels, %sbatch invariant) in %.1f s",

@@ -257,7 +257,9 @@ def test_a_layer_with_a_matrix_that_is_not_quantized_is_dequantized(tmp_path: Pa
             assert (module.layout is None) == ("qkv_proj" in name)
 
 
-@pytest.mark.parametrize(("quantize", "weights"), [(None, "Q4_0"), ("none", "float32"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("quantize", "weights"), [(None, "Q4_0"), ("none", "float32"), ("int8", "int8"), ("int4", "int4")]
+)
 def test_what_is_served_is_said(
     quantize: str | None, weights: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,6 +276,7 @@ def test_what_is_served_is_said(
         None: "bits a weight, computed in float32",
         "none": "dequantized to float32",
         "int8": "int8 weights",
+        "int4": "int4 weights",
     }
     assert said[quantize] in loaded
 

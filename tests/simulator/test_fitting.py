@@ -99,7 +99,7 @@ def test_a_roofline_is_bound_by_memory_and_then_by_arithmetic() -> None:
     alone, eight = (cost.pass_s(Work(rows, 0, 0, 0, 0, rows)) for rows in (1, 8))
     assert alone == eight == pytest.approx(weights_s, rel=1e-3)  # eight rows cost as much as one
     assert cost.pass_s(Work(0, 0, 0, 4096, 0, 1)) > 10 * weights_s  # a prompt is bound by arithmetic
-    int8 = RooflineCost(shape, Device(1e12, 1e14, 1.0, launch_s=0.0), int8=True)
+    int8 = RooflineCost(shape, Device(1e12, 1e14, 1.0, launch_s=0.0), quantized="int8")
     assert int8.pass_s(Work(1, 0, 0, 0, 0, 1)) == pytest.approx(weights_s / 2, rel=1e-2)
     assert int8.pass_s(Work(0, 0, 0, 4096, 0, 1)) == cost.pass_s(
         Work(0, 0, 0, 4096, 0, 1)
