@@ -55,6 +55,12 @@ def slowly(_: object) -> None:
     time.sleep(0.002)
 
 
+def has_a_message(async_engine: AsyncEngine) -> bool:
+    """Return whether a message has arrived at the engine, which has not taken it."""
+    thread: Any = async_engine.process._process
+    return bool(thread._connection.poll())
+
+
 # ---------------------------------------------------------------------- streams
 
 
@@ -64,7 +70,7 @@ async def test_who_comes_while_a_step_waits_for_another_is_part_of_it(gate: Gate
         first = submit(async_engine, "one", greedy(9))
         await until(lambda: gate.reached.is_set() and engine.scheduler.active[0].pending_tokens == 2)
         late = submit(async_engine, "late", greedy(9))
-        await until(lambda: async_engine.process._process._connection.poll())  # type: ignore[union-attr]
+        await until(lambda: has_a_message(async_engine))
         gate.open.set()
         assert len(await read(first)) == len(await read(late)) == 9
     calls = engine.runner.model.calls[:4]
@@ -294,6 +300,7 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
         await until(gates[0].reached.is_set)
         with async_engine.hold_places() as places:
             (odd,) = places.submit([async_engine.maker.create("two", greedy(2), "odd")])
+        await until(lambda: has_a_message(async_engine))
         gates[0].open.set()
         await until(gates[1].reached.is_set)
         assert str((await read(odd))[-1].error) == "ValueError: an odd one"  # while that step is held
