@@ -115,7 +115,13 @@ inline Vector<float> widened(const c10::BFloat16* from) {
   return reinterpret_cast<Vector<float>>(numbers << 16);
 }
 
+#ifdef __AVX512F__  // GCC converts these one by one
+inline Vector<float> widened(const int8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+#else
 inline Vector<float> widened(const int8_t* from) { return __builtin_convertvector(load(from), Vector<float>); }
+#endif
 #endif
 
 // sums [rows, parts registers] += x [rows, inputs] times the numbers that begin at place(input), for all inputs in

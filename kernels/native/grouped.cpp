@@ -4,309 +4,27 @@
 // meet it there, and a group's float32 sums are multiplied by its scales and added to those of the groups before it.
 // All numbers of rows take this way. So the order of every sum, and with it a row's bits, depends on the number of
 // inputs alone.
-#include "amx.h"
-#include "few_rows.h"
-#include "widener.h"
-
-#include <array>
-#include <optional>
+#include "grouped.h"
 
 namespace infer {
 namespace {
 
-constexpr int64_t kOutputs = 32;      // of a panel
-constexpr int64_t kInputs = 32;       // of a block
-constexpr int64_t kWeights = kOutputs * kInputs;
 constexpr int64_t kRowsAtOnce = 128;  // that meet a block: their sums, 16 kB, stay in the first-level cache
-constexpr int64_t kTile = 32;         // rows of one product: two tiles of AMX
 constexpr int64_t kAhead = 4096;      // bytes of a panel that are fetched ahead
-
-// A row of the table in grouped.py.
-struct Panel {
-  int64_t byte, first, outputs, bits, blocks, groups, mins;
-
-  // Where a block and its unit begin.
-  int64_t unit(int64_t block) const { return byte + block / blocks * unit_bytes(); }
-  int64_t block(int64_t block) const { return unit(block) + header_bytes() + block % blocks * block_bytes(); }
-
-  int64_t factors() const { return 1 + mins; }
-  int64_t header_bytes() const { return 2 * kOutputs * factors(); }
-  int64_t block_bytes() const { return kOutputs * (4 * bits + groups * factors()); }
-  int64_t unit_bytes() const { return header_bytes() + blocks * block_bytes(); }
-  int64_t sums() const { return std::max<int64_t>(groups, 1); }  // of a block
-  int32_t zero() const { return mins || bits == 8 ? 0 : 1 << (bits - 1); }
-};
-
-const Panel* panels_of(const at::Tensor& table) {
-  TORCH_CHECK(table.size(1) * sizeof(int64_t) == sizeof(Panel), "a panel has ", sizeof(Panel) / 8, " numbers");
-  return reinterpret_cast<const Panel*>(table.const_data_ptr<int64_t>());
-}
-
-// to[i] = from[i], 32 float16 numbers.
-inline void widen_halves(const uint8_t* from, float* to) {
-#ifdef __F16C__
-  for (int64_t i = 0; i < kOutputs; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * i))));
-#else
-  for (int64_t i = 0; i < kOutputs; ++i) to[i] = float(reinterpret_cast<const c10::Half*>(from)[i]);
-#endif
-}
-
-// Calls function(i) with the constants 0 to count - 1.
-template <int count, typename Function>
-void for_constants(const Function& function) {
-  [&]<int... i>(std::integer_sequence<int, i...>) {
-    (function(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, count>{});
-}
-
-// Calls function(bits) with a constant.
-template <typename Function>
-void with_bits(int64_t bits, const Function& function) {
-  switch (bits) {
-    case 4: return function(std::integral_constant<int64_t, 4>{});
-    case 5: return function(std::integral_constant<int64_t, 5>{});
-    case 6: return function(std::integral_constant<int64_t, 6>{});
-    case 8: return function(std::integral_constant<int64_t, 8>{});
-    default: TORCH_CHECK(false, "no weights of ", bits, " bits");
-  }
-}
-
-// Returns q of an input in a block, for one output or a register of them: word(w) is the word w of those.
-template <int64_t bits, typename Word>
-auto number_at(int64_t input, int32_t zero, const Word& word) {
-  if constexpr (bits == 8) {
-    return word(input / 4) << (24 - input % 4 * 8) >> 24;
-  } else {
-    const int64_t half = input % 2 * 16, nibble = input / 2 % 2 * 2 + input / 16, w = input % 16 / 4;
-    auto number = (word(w) >> (half + 4 * nibble)) & 15;
-    for (int64_t bit = 4; bit < bits; ++bit) number |= ((word(bit) >> (half + 4 * w + nibble)) & 1) << bit;
-    return number - zero;
-  }
-}
-
-// ---------------------------------------------------------------------- x
-
-// x in the order in which panels meet it: [blocks, rows, 32] in type T, and each block's sum, [blocks, rows] in
-// float32. Beyond a tile, rows are added up to whole tiles.
-template <typename T>
-struct Blocks {
-  int64_t rows, padded;
-  Buffer<T> numbers;
-  Buffer<float> sums;
-
-  template <typename From>
-  Blocks(const From* x, int64_t stride, int64_t count, int64_t inputs)
-      : rows(count), padded(count <= kTile / 2 ? count : (count + kTile / 2 - 1) / (kTile / 2) * (kTile / 2)) {
-    const int64_t blocks = inputs / kInputs;
-    numbers.hold(blocks * padded * kInputs);
-    sums.hold(blocks * padded);
-    at::parallel_for(0, padded, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row)
-        for (int64_t block = 0; block < blocks; ++block) {
-          T* to = numbers.data() + (block * padded + row) * kInputs;
-          float parts[kLanes] = {};
-          for (int64_t i = 0; i < kInputs; ++i) {
-            const From number = row < rows ? x[row * stride + block * kInputs + i] : From(0.0f);
-            if constexpr (std::is_same_v<T, From>)
-              to[i] = number;
-            else
-              to[i] = to_float(number);
-            parts[i % kLanes] += to_float(number);
-          }
-          sums.data()[block * padded + row] = fold(parts, [](float a, float b) { return a + b; });
-        }
-    });
-  }
-
-  const T* block(int64_t index, int64_t row) const { return numbers.data() + (index * padded + row) * kInputs; }
-  const float* sum(int64_t index, int64_t row) const { return sums.data() + index * padded + row; }
-};
-
-// ---------------------------------------------------------------------- float32
-
-// Computes with float32: each group's sum adds input after input.
-struct ByFloats {
-  using T = float;
-
-  void prepare(const Panel&, int64_t) {}
-
-  // A block's words [2, bits, 16] -> weights [32 inputs, 32 outputs].
-  template <int64_t bits>
-  static void widen(const uint32_t* words, const Panel& panel, float* to) {
-    for (int64_t output = 0; output < kOutputs; output += kWide) {
-      const auto* own = reinterpret_cast<const int32_t*>(words) + output / kLanes * bits * kLanes + output % kLanes;
-      const auto word = [&](int64_t index) { return load(own + index * kLanes); };
-      for (int64_t input = 0; input < kInputs; ++input) {
-        const auto number = number_at<bits>(input, panel.zero(), word);
-        store(__builtin_convertvector(number, Vector<float>), to + input * kOutputs + output);
-      }
-    }
-  }
-
-  // x [rows, 32] times group `group` of `groups` of a block -> products [rows, 32].
-  void multiply(const float* x, int64_t rows, const float* weights, int64_t group, int64_t groups, float* products) {
-    constexpr int64_t parts = kOutputs / kWide;
-    const int64_t inputs = kInputs / groups, first = group * inputs;
-    in_groups<kFloatSums / parts / 2>(rows, [&](auto n, int64_t row) {
-      const auto place = [=](int64_t input) { return weights + (first + input) * kOutputs; };
-      add_products<n, parts>(
-          x + row * kInputs + first, kInputs, inputs, place, products + row * kOutputs, kOutputs, /*begun=*/false);
-    });
-  }
-};
-
-// ---------------------------------------------------------------------- bfloat16
-
-#ifdef INFER_FEW_ROWS
-
-// The bfloat16 numbers that stored ones stand for, for all bits that an instruction reads.
-struct Numbers {
-  alignas(64) uint16_t bits[64];
-  Numbers(int64_t count, int64_t zero) {
-    for (int64_t i = 0; i < 64; ++i) bits[i] = from_float<c10::BFloat16>(float(i % count - zero)).x;
-  }
-};
-
-template <int64_t bits>
-const Numbers& numbers_of(const Panel& panel) {
-  static const Numbers counted(1 << bits, 0), with_signs(1 << bits, 1 << (bits - 1));
-  return panel.mins ? counted : with_signs;
-}
-
-// Moves bit `from` of each 16-bit number to bit `to`.
-template <int from, int to>
-__m512i moved(__m512i numbers) {
-  if constexpr (from < to) return _mm512_slli_epi16(numbers, to - from);
-  if constexpr (from > to) return _mm512_srli_epi16(numbers, from - to);
-  return numbers;
-}
-
-// Returns the bits of `a` where `mask` has ones, and of `b` elsewhere.
-inline __m512i select(__m512i a, __m512i b, int16_t mask) {
-  return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi16(mask), 0xe4);
-}
-
-// Computes with pairs of bfloat16. Two sums of a group take even and odd pairs, so that an addition need not wait for
-// the one before it.
-struct ByPairs {
-  using T = c10::BFloat16;
-
-  void prepare(const Panel&, int64_t) {}
-
-  // A block's words [2, bits, 16] -> weights [2 halves, 16 pairs of inputs, 16 outputs, 2].
-  template <int64_t bits>
-  static void widen(const uint32_t* words, const Panel& panel, c10::BFloat16* to) {
-    const auto word = [&](int64_t index) { return _mm512_loadu_si512(words + index * kLanes); };
-    const auto put = [&](int64_t pair, __m512i numbers) { std::memcpy(to + pair * 2 * kLanes, &numbers, 64); };
-    if constexpr (bits == 8) {
-      const Widener widener;
-      for (int64_t half = 0; half < 2; ++half)
-        for (int64_t i = 0; i < 8; ++i) {
-          __m512i first, second;
-          widener.by_fours(word(half * bits + i), first, second);
-          put(half * 16 + 2 * i, first);
-          put(half * 16 + 2 * i + 1, second);
-        }
-    } else {
-      const Numbers& numbers = numbers_of<bits>(panel);
-      const __m512i low = _mm512_load_si512(numbers.bits), high = _mm512_load_si512(numbers.bits + 32);
-      for (int64_t half = 0; half < 2; ++half) {
-        const auto one = [&](auto w, auto nibble) {
-          // Bits above those of a number stay: the instruction that looks up does not read them.
-          __m512i index = _mm512_srli_epi16(word(half * bits + w), 4 * nibble);
-          if constexpr (bits > 4) index = select(index, moved<w * 4 + nibble, 4>(word(half * bits + 4)), 0xf);
-          if constexpr (bits > 5) index = select(index, moved<w * 4 + nibble, 5>(word(half * bits + 5)), 0x1f);
-          put(half * 16 + 2 * w + nibble / 2 + nibble % 2 * 8,
-              bits > 5 ? _mm512_permutex2var_epi16(low, index, high) : _mm512_permutexvar_epi16(index, low));
-        };
-        for_constants<4>([&](auto w) { for_constants<4>([&](auto nibble) { one(w, nibble); }); });
-      }
-    }
-  }
-
-  template <int64_t rows>
-  static void multiply_rows(
-      const c10::BFloat16* x, const c10::BFloat16* weights, int64_t begin, int64_t end, float* products) {
-    for (int64_t half = 0; half < 2; ++half) {
-      __m512 sums[rows][2] = {};
-      for (int64_t pair = begin; pair < end; pair += 2)
-        for (int64_t i = 0; i < 2; ++i) {
-          const auto factors = reinterpret_cast<__m512bh>(_mm512_loadu_si512(weights + (half * 16 + pair + i) * kInputs));
-          for (int64_t row = 0; row < rows; ++row)
-            sums[row][i] =
-                _mm512_dpbf16_ps(sums[row][i], pair_in_all_lanes(x + row * kInputs + 2 * (pair + i)), factors);
-        }
-      for (int64_t row = 0; row < rows; ++row)
-        _mm512_storeu_ps(products + row * kOutputs + half * kLanes, sums[row][0] + sums[row][1]);
-    }
-  }
-
-  void multiply(
-      const c10::BFloat16* x, int64_t rows, const c10::BFloat16* weights, int64_t group, int64_t groups,
-      float* products) {
-    const int64_t pairs = kInputs / 2 / groups, first = group * pairs;
-    in_groups<8>(rows, [&](auto n, int64_t row) {
-      multiply_rows<n>(x + row * kInputs, weights, first, first + pairs, products + row * kOutputs);
-    });
-  }
-};
-
-#endif
-
-#ifdef INFER_AMX
-
-// Computes with matrix tiles: one instruction has the sums of 32 inputs, in an order of its own.
-struct ByTiles : ByPairs {
-  std::optional<AmxShapes> shapes;
-  int64_t groups = 0;
-
-  void prepare(const Panel& panel, int64_t rows) {
-    if (groups == panel.sums()) return;
-    groups = panel.sums();
-    shapes.emplace(rows, kInputs / groups);
-  }
-
-  void multiply(
-      const c10::BFloat16* x, int64_t rows, const c10::BFloat16* weights, int64_t group, int64_t groups,
-      float* products) {
-    const int64_t inputs = kInputs / groups;
-    const c10::BFloat16 *from = weights + group * inputs * kLanes, *others = from + kInputs * kLanes;
-    tiles_read_memory();
-    _tile_loadd(6, from, 64);
-    _tile_loadd(7, others, 64);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_loadd(4, x + group * inputs, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (rows > kAmxRows) {
-      _tile_zero(2);
-      _tile_zero(3);
-      _tile_loadd(5, x + kAmxRows * kInputs + group * inputs, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      _tile_stored(2, products + kAmxRows * kOutputs, 4 * kOutputs);
-      _tile_stored(3, products + kAmxRows * kOutputs + kLanes, 4 * kOutputs);
-    }
-    _tile_stored(0, products, 4 * kOutputs);
-    _tile_stored(1, products + kLanes, 4 * kOutputs);
-    tiles_read_memory();
-  }
-};
-
-#endif
 
 // ---------------------------------------------------------------------- panels
 
-// sums [rows, 32] += scales [32] * products [rows, 32] - mins [32] * totals [rows].
-inline void add_group(
+// sums [rows, 32] += scales [32] * products [rows, 32] - mins [32] * totals [rows]; without mins, those are not read.
+template <bool with_mins>
+void add_group(
     const float* products, int64_t rows, const float* scales, const float* mins, const float* totals, float* sums) {
   for (int64_t output = 0; output < kOutputs; output += kWide) {
     const auto scale = load(scales + output), min = load(mins + output);
     for (int64_t row = 0; row < rows; ++row) {
       float* to = sums + row * kOutputs + output;
-      store(load(to) + scale * load(products + row * kOutputs + output) - min * totals[row], to);
+      auto sum = load(to) + scale * load(products + row * kOutputs + output);
+      if constexpr (with_mins) sum -= min * totals[row];
+      store(sum, to);
     }
   }
 }
@@ -331,16 +49,6 @@ struct Place {
   }
 };
 
-// Products of some rows and a group, to be added to the rows' sums.
-struct Product {
-  alignas(64) float numbers[kTile * kOutputs];
-  int64_t rows;
-  const float *scales, *mins, *totals;
-  float* to;
-
-  void add() const { add_group(numbers, rows, scales, mins, totals, to); }
-};
-
 // Rows of x from `row` on times a panel -> sums [rows, 32].
 template <typename By, int64_t bits>
 void multiply_panel(
@@ -349,9 +57,7 @@ void multiply_panel(
   using T = typename By::T;
   const int64_t blocks = inputs / kInputs;
   alignas(64) T weights[2][kWeights];
-  alignas(64) float units[2][kOutputs] = {}, factors[2][2][kOutputs] = {};
-  Product products[2];
-  int64_t count = 0, groups = 0;  // of products, and of groups before this
+  alignas(64) float units[2][kOutputs] = {}, factors[2][kOutputs] = {}, products[kTile * kOutputs];
   std::memset(sums, 0, rows * kOutputs * sizeof(float));
   const auto widen = [&](const Place& at) {
     for (int64_t byte = 0; byte < panel.block_bytes(); byte += 64) __builtin_prefetch(at.block + kAhead + byte);
@@ -366,33 +72,28 @@ void multiply_panel(
     if (at.in_unit == 0)
       for (int64_t i = 0; i < panel.factors(); ++i) widen_halves(at.unit + 2 * kOutputs * i, units[i]);
     const auto* codes = reinterpret_cast<const int8_t*>(at.block + 4 * bits * kOutputs);
-    for (int64_t group = 0; group < panel.sums(); ++group, ++groups) {
-      auto& own = factors[groups % 2];
+    for (int64_t group = 0; group < panel.sums(); ++group) {
       for (int64_t i = 0; i < panel.factors(); ++i)
         for (int64_t output = 0; output < kOutputs; output += kWide) {
           auto factor = load(units[i] + output);
           if (panel.groups) factor *= widened(codes + (i * panel.groups + group) * kOutputs + output);
-          store(factor, own[i] + output);
+          store(factor, factors[i] + output);
         }
-      for (int64_t tile = 0; tile < rows; tile += kTile, ++count) {
-        Product& product = products[count % 2];
-        product.rows = std::min(kTile, rows - tile);
-        product.scales = own[0];
-        product.mins = own[1];
-        product.totals = x.sum(at.index, row + tile);
-        product.to = sums + tile * kOutputs;
-        by.multiply(x.block(at.index, row + tile), product.rows, weights[at.index % 2], group, panel.sums(), product.numbers);
-        if (count) products[1 - count % 2].add();
+      for (int64_t tile = 0; tile < rows; tile += kTile) {
+        const int64_t count = std::min(kTile, rows - tile);
+        by.multiply(x.block(at.index, row + tile), count, weights[at.index % 2], group, panel.sums(), products);
+        const auto add = panel.mins ? add_group<true> : add_group<false>;
+        add(products, count, factors[0], factors[1], x.sum(at.index, row + tile), sums + tile * kOutputs);
       }
     }
   }
-  products[1 - count % 2].add();
 }
 
 template <typename By>
 void multiply(
     By& by, const Blocks<typename By::T>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
     int64_t inputs, float* sums) {
+  TORCH_CHECK(panel.groups < 2 || !panel.mins, "a block with mins is one group");
   by.prepare(panel, std::min(x.padded, kTile));
   with_bits(panel.bits, [&](auto bits) { multiply_panel<By, bits>(by, x, row, rows, bytes, panel, inputs, sums); });
 }
