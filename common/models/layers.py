@@ -368,7 +368,7 @@ class CausalLM(nn.Module, ABC):
         if self.config.tie_word_embeddings:
             del self.embed_tokens.weight  # it would get memory of its own
         # As `to_empty`, which for meta tensors imports hundreds of modules.
-        self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
+        self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))  # type: ignore[no-untyped-call]
         self._tie()
         for table in self.rotary:
             assert isinstance(table, RotaryTable)
