@@ -14,6 +14,7 @@ from starlette.types import Message
 from cluster.forwarding import Forwarded, call, collect, replica_lost
 from common.engine.engine import Engine
 from common.errors import EngineDeadError
+from common.hosting.local import LocalEngine
 from common.server.api.stream import event
 from common.server.app import create_app
 from common.server.errors import unavailable
@@ -294,7 +295,7 @@ def engine() -> Engine:
 
 async def cut_anywhere(engine: Engine, replicas: Replicas, path: str, fields: dict[str, Any]) -> list[bytes]:
     """Return a stream of the real app as clients get it: cut after each of its messages, and last the whole."""
-    app = create_app(engine)
+    app = create_app(LocalEngine(engine))
     body = orjson.dumps({"model": "zoo:llama-tiny", "stream": True, **fields})
     request = Forwarded(scope_of(path), body)
     async with app.router.lifespan_context(app):
