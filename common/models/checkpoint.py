@@ -33,8 +33,6 @@ class Checkpoint(ABC):
         quantization: for the log, the names of the quantized types whose weights are dequantized when they are
             read; None if there are none.
         is_int8: whether weights are stored as int8, and kernels compute with them as int8.
-        keeps_groups: whether weights that are stored in groups stay so, instead of being dequantized. It may be
-            set until the model is loaded.
         generation_config: the object in the model's `generation_config.json`; empty if there is no such file.
         unused: what the files say and is not used, in words, for the log.
     """
@@ -42,7 +40,6 @@ class Checkpoint(ABC):
     folder: Path | None = None
     quantization: str | None = None
     is_int8: bool = False
-    keeps_groups: bool = False
 
     def __init__(self, name: str, config: ModelConfig, generation_config: JsonObject | None = None) -> None:
         self.name = name
@@ -51,17 +48,20 @@ class Checkpoint(ABC):
         self.unused: list[str] = []
 
     @abstractmethod
-    def fill(self, model: CausalLM, device: torch.device) -> None:
+    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:
         """Allocate a model that was built on the meta device, and fill its weights.
+
+        Args:
+            keep_groups: whether matrices that have a `form_of` stay in groups, instead of being dequantized.
 
         Raises:
             StartupError: the weights do not fit the config, or cannot be read.
         """
 
     def form_of(self, name: str) -> Form | None:  # noqa: ARG002 - most checkpoints have no groups
-        """Return the form in which a matrix is held, from its name in a Hugging Face checkpoint.
+        """Return the form of a matrix that is stored in groups, from its name in a Hugging Face checkpoint.
 
-        None: its weights are not in groups, or are dequantized.
+        None: it is not in groups.
         """
         return None
 
@@ -91,7 +91,7 @@ class FolderCheckpoint(Checkpoint):
         self.vocabulary = vocabulary
         self.is_int8 = scheme is not None
 
-    def fill(self, model: CausalLM, device: torch.device) -> None:
+    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:  # noqa: ARG002
         load_weights(model, self.folder, device, quantized=self.is_int8)
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
@@ -111,7 +111,7 @@ class DummyCheckpoint(Checkpoint):
         super().__init__(name, config)
         self.tokenizer_folder = tokenizer_folder
 
-    def fill(self, model: CausalLM, device: torch.device) -> None:
+    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:  # noqa: ARG002
         fill_randomly(model, device, DUMMY_SEED)
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:

@@ -161,7 +161,12 @@ def _open_dummy(name: str) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, max_positions: int
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int,
+    keep_groups: bool = False,
 ) -> CausalLM:
     """Build a checkpoint's model and fill its weights.
 
@@ -170,12 +175,13 @@ def load_model(
         device: the device of the weights.
         dtype: the type of weights and activations.
         max_positions: length of the rotary tables.
+        keep_groups: as for `Checkpoint.fill`.
 
     Raises:
         StartupError: the weights do not fit the config, or cannot be read.
     """
     model = _without_memory(checkpoint.config, dtype, max_positions)
-    checkpoint.fill(model, device)
+    checkpoint.fill(model, device, keep_groups=keep_groups)
     return model.eval()
 
 

@@ -145,18 +145,20 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
     native = config.native_kernels and device.type == "cpu" and not INTERPRETED and load_native_kernels()
+    # How the linear layers are held: as the checkpoint has them, or as the option says.
+    own: Literal["none", "layers"] = "layers" if checkpoint.is_int8 else "none"
     quantized: Literal["none", "layers", "int8", "int4"]
-    own: Literal["none", "layers"] = "layers" if checkpoint.is_int8 else "none"  # as it is read
     quantized = config.quantize if config.quantize in ("int8", "int4") else own
     if checkpoint.is_int8 and quantized == "int4":  # the head becomes a matrix of eight bits
         quantized = "int8"
-    checkpoint.keeps_groups = config.quantize == "auto" and native and has_products(dtype)
+    keep_groups = config.quantize == "auto" and native and has_products(dtype)
     if device.type == "cuda" and quantized != "none":
         raise StartupError(
             f"{'int8' if quantized == 'layers' else quantized} weights are for a CPU so far: use --device cpu, "
             "or a model without --quantize"
         )
-    sizes = functools.partial(weight_bytes, checkpoint.config, dtype, form_of=checkpoint.form_of)
+    form_of = checkpoint.form_of if keep_groups else None
+    sizes = functools.partial(weight_bytes, checkpoint.config, dtype, form_of=form_of)
     weights, read = sizes(packed=native, quantized=quantized), sizes(quantized=own)
     limit = checkpoint.config.max_position_embeddings
     config = with_context(config, checkpoint.config, dtype, device, weights=weights, limit=limit)
@@ -167,7 +169,9 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     if config.escape_special_tokens:
         tokenizer.escape_special_tokens()
     started = time.perf_counter()
-    model = load_model(checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len)
+    model = load_model(
+        checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len, keep_groups=keep_groups
+    )
     if config.quantize == "int8":
         model.quantize()
     if config.quantize == "int4":
@@ -181,7 +185,7 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     _run_every_kind_of_pass(model)
     seconds, kernels = time.perf_counter() - started, kernels_on(device)
     held = str(dtype)
-    if checkpoint.keeps_groups and model.stored_as is not None:
+    if keep_groups and model.stored_as is not None:
         held = f"{model.stored_as}, computed in {held.removeprefix('torch.')}"
     elif checkpoint.quantization is not None:
         held = f"{checkpoint.quantization}, dequantized to {held.removeprefix('torch.')}"

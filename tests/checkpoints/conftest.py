@@ -32,10 +32,7 @@ class RealModel:
 
     @functools.cached_property
     def checkpoint(self) -> Checkpoint:
-        """The file, whose weights keep their bits as in a server. The oracle dequantizes them."""
-        checkpoint = open_checkpoint(self.name)
-        checkpoint.keeps_groups = True
-        return checkpoint
+        return open_checkpoint(self.name)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -47,7 +44,10 @@ class RealModel:
         return self.load(torch.float32)
 
     def load(self, dtype: torch.dtype) -> CausalLM:
-        model = load_model(self.checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS)
+        """Load the model. Its weights keep their bits, as in a server. The oracle dequantizes them."""
+        model = load_model(
+            self.checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS, keep_groups=True
+        )
         model.pack()
         model.measure_batch_invariance()
         return model

@@ -230,8 +230,13 @@ def test_a_model_in_its_own_bits_computes_what_its_dequantized_weights_do(
 ) -> None:
     file = save_mixed(tmp_path, architecture, tie_word_embeddings=tied)
     checkpoint = open_checkpoint(str(file))
-    checkpoint.keeps_groups = True
-    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=512)
+    model = load_model(
+        checkpoint,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_positions=512,
+        keep_groups=True,
+    )
     assert all(layer.layout is not None for layer in model.linear_layers())
     assert model.embed_tokens.weight.dtype == torch.uint8
     sizes = [parameter.nbytes for parameter in model.parameters()]
@@ -250,8 +255,13 @@ def test_a_layer_with_a_matrix_that_is_not_quantized_is_dequantized(tmp_path: Pa
     source = save_tiny(tmp_path / "source", "llama", **WHOLE_BLOCKS)
     file = save_gguf(source, tmp_path / "model.gguf", lambda name: "F16" if "attn_v" in name else "Q4_0")
     checkpoint = open_checkpoint(str(file))
-    checkpoint.keeps_groups = True
-    model = load_model(checkpoint, device=torch.device("cpu"), dtype=torch.float32, max_positions=512)
+    model = load_model(
+        checkpoint,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_positions=512,
+        keep_groups=True,
+    )
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             assert (module.layout is None) == ("qkv_proj" in name)

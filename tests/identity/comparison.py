@@ -176,8 +176,7 @@ def load_in_groups(folder: Path, dtype: torch.dtype) -> CausalLM:
             vocab_size=read_config(folder)["vocab_size"],
         )
         checkpoint = open_checkpoint(str(file))
-        checkpoint.keeps_groups = True
-        return load_model(checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS)
+        return load_model(checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS, keep_groups=True)
 
 
 @functools.cache

@@ -81,13 +81,13 @@ class GGUFCheckpoint(Checkpoint):
 
     def form_of(self, name: str) -> Form | None:
         tensor = self.file.tensors.get(self._spelled(name))
-        return KINDS[tensor.kind].form if self.keeps_groups and tensor and tensor.kind in KINDS else None
+        return KINDS[tensor.kind].form if tensor and tensor.kind in KINDS else None
 
     def _spelled(self, name: str) -> str:
         names = _GEMMA_NAMES if self.config.architecture == "gemma3_text" else _NAMES
         return _spelled(name, names)
 
-    def fill(self, model: CausalLM, device: torch.device) -> None:
+    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:
         stored = {
             name: _undone(name, tensor, model.config)
             for name, tensor in self.file.tensors.items()
@@ -100,9 +100,9 @@ class GGUFCheckpoint(Checkpoint):
             origin=self.file.path,
             shapes="metadata",
             spelled=self._spelled,
-            form_of=self.form_of,
+            form_of=self.form_of if keep_groups else None,
         )
-        model.stored_as = self.quantization if self.keeps_groups else None
+        model.stored_as = self.quantization if keep_groups else None
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
         return gguf_tokenizer(
