@@ -34,8 +34,6 @@ from common.request import FinishReason, Request, RequestState, SamplingParams, 
 from common.text.tokenizer import Tokenizer
 from kernels.dispatch import kernels_on
 
-__all__ = ["Engine", "Phase", "StepWatcher"]
-
 logger = logging.getLogger(__name__)
 
 #: Called after each step, in the engine's thread, with the step's record, plan and outputs. A watcher that raises

@@ -99,7 +99,7 @@ def exit_with(message: str, code: int) -> NoReturn:
 def new_engine(
     build: Callable[[], Engine], options: ServerOptions, process: type[EngineProcess] = EngineProcess
 ) -> AsyncEngine:
-    """Return an engine, which is not built yet, for the event loop of this process, which is prepared for it."""
+    """Prepare this process for the event loop of a server, and return an engine for it, which is not built yet."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     prepare = functools.partial(configure_logging, options.log_level, options.log_format)
     return AsyncEngine(process(build, prepare))
@@ -120,7 +120,8 @@ def serve(
             the engine cannot be built.
     """
     engine = new_engine(build, options, process)
-    options.max_connections = allow_open_files(options.max_connections)
+    most = allow_open_files(options.max_connections)  # of the operating system
+    options = options.model_copy(update={"max_connections": most})
     check_tls(options)  # before the model, whose loading may take minutes
     with listen(options) as listener:
         if options.trace is not None:

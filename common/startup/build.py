@@ -15,8 +15,9 @@ import torch
 from common.devices.resolve import resolve_device, resolve_dtype
 from common.devices.streams import call_apart
 from common.engine.config import EngineConfig
-from common.engine.engine import Engine, Phase
+from common.engine.engine import Engine
 from common.engine.reference import ContiguousCache
+from common.engine.requests import Phase
 from common.engine.runner import Runner
 from common.engine.scheduling import Clock, Scheduler
 from common.engine.telemetry import Telemetry

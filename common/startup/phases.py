@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import StartupError
 
-if TYPE_CHECKING:  # they import torch, which takes seconds; the names of the phases are known without it
+if TYPE_CHECKING:  # slow to import, some with torch; the names of the phases are known without them
     from common.engine.config import EngineConfig
     from common.engine.engine import Engine
     from common.engine.requests import Phase
@@ -87,10 +87,9 @@ def build_engine(phase: int | str, config: EngineConfig) -> Engine:
 
 
 def lazy_names(module: str) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` (PEP 562), which takes names from a module that it imports at first use.
+    """Return a package's `__getattr__` (PEP 562): it takes names from `module`, which it imports at first use.
 
-    A phase's package so has its classes and `build_engine`, which need torch, and a process that only wants its
-    name and its options imports no torch.
+    So a process that needs a phase's name and options, and none of its classes, imports no torch.
     """
 
     def find(name: str) -> Any:
@@ -110,7 +109,7 @@ def _import_unregistered(name: str) -> PhasePackage:
         package = importlib.import_module(name)
     except ModuleNotFoundError:
         raise unknown from None
-    from common.engine.requests import Phase
+    from common.engine.requests import Phase  # which a phase has imported
 
     if not isinstance(getattr(package, "PHASE", None), Phase):  # some other module
         raise unknown

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = '''"""Phase 9 again."""
 
 from common.startup.build import EngineBuilder
-from common.engine.engine import Phase
+from common.engine.requests import Phase
 from phase9_pipelined import Config, Pool, Runner, build_engine as pipelined
 from phase9_pipelined.scheduler import PipelinedScheduler
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels import NOT_A_TOKEN
 from kernels.draw import (
     MOST_COLUMNS,
-    NOT_A_TOKEN,
     SeatState,
     draw_at_seats_triton,
     draw_reference,
