@@ -71,6 +71,7 @@ class EngineProcess:
     def __init__(self, make_engine: Callable[[], Engine], prepare: Callable[[], None]) -> None:
         self._work = make_engine, prepare
         self._process: BaseProcess | None = None
+        self._reader: threading.Thread | None = None
         self._unsent: SimpleQueue[ToEngine] = SimpleQueue()
         # By number, oldest first: the time of a question on the clock of `time.monotonic`, and the answer to come.
         self._questions: dict[int, tuple[float, Future[Any]]] = {}
@@ -116,7 +117,8 @@ class EngineProcess:
         `process_ended` if the process ends without `stop`, before its open questions fail."""
         self._loop, self._take, self._process_ended = asyncio.get_running_loop(), take, process_ended
         threading.Thread(target=self._write, name="to engine", daemon=True).start()
-        threading.Thread(target=self._read, name="from engine", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="from engine", daemon=True)
+        self._reader.start()
 
     # ------------------------------------------------------------------ messages
 
@@ -156,12 +158,12 @@ class EngineProcess:
     def _read(self) -> None:
         """Pass each message to the event loop, until the process has ended. Runs in a thread."""
         assert self._process is not None
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: no client is left to read
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    message = self._connection.recv_bytes()
-                    self._loop.call_soon_threadsafe(self._receive, message)
-            self._process.join()
+        with contextlib.suppress(EOFError, OSError, RuntimeError):  # the last: the event loop is closed
+            while True:
+                message = self._connection.recv_bytes()
+                self._loop.call_soon_threadsafe(self._receive, message)
+        self._process.join()
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._end)
 
     def _receive(self, pickled: bytes) -> None:
@@ -206,11 +208,13 @@ class EngineProcess:
         """
         if self._process is None:
             return
-        self._process.join(timeout_s)
-        if self._process.is_alive():
+        # Once it runs, the reader waits for the process. If two threads do so, one may not learn of the end.
+        last = self._process if self._reader is None else self._reader
+        last.join(timeout_s)
+        if last.is_alive():
             logger.warning("the engine's process did not end within %g s, and was killed", timeout_s)
             self._process.kill()
-            self._process.join(1.0)
+            last.join(1.0)
 
     def _end(self) -> None:
         if self._stopping:
