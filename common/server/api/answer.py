@@ -24,8 +24,8 @@ from common.server.errors import ApiError, from_exception
 from common.text.dialect import Dialect, opens_thought
 from common.text.tokenizer import Tokenizer
 
-#: Most new tokens of a JSON answer that is encoded on the event loop. Longer answers, and all log-probabilities of
-#: prompts, are encoded in a thread.
+#: Most entries of a JSON answer that is encoded on the event loop: new tokens, and tokens named in their
+#: log-probabilities. Larger answers, and all log-probabilities of prompts, are encoded in a thread.
 LARGE_ANSWER = 512
 
 #: Number of a prompt's last tokens that are decoded to find out whether the prompt ends with `<think>`, which
@@ -421,8 +421,13 @@ async def collect(wire: WireFormat, encoding: Lane) -> bytes:
     def encode() -> bytes:
         return orjson.dumps(wire.whole(said))
 
-    is_large = answer.shown.scores_prompts or sum(map(len, said)) > LARGE_ANSWER
+    entries = sum(len(outputs) * _entries_of(outputs[0]) for outputs in said)
+    is_large = answer.shown.scores_prompts or entries > LARGE_ANSWER
     return await encoding.run(encode) if is_large else encode()
+
+
+def _entries_of(output: StepOutput) -> int:
+    return 1 if output.logprobs is None else 1 + len(output.logprobs.top)
 
 
 async def arriving(streams: Sequence[RequestStream]) -> AsyncIterator[list[tuple[int, StepOutput]]]:
