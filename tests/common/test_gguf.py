@@ -30,7 +30,7 @@ from common.models.gguf.file import PLAIN, READABLE, GGUFFile
 from common.models.gguf.groups import KINDS
 from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM, Linear, rope_frequencies
-from common.models.registry import load_model, open_checkpoint, weight_bytes
+from common.models.registry import open_checkpoint, weight_bytes
 from common.request import SamplingParams
 from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
@@ -229,20 +229,12 @@ def test_a_model_in_its_own_bits_computes_what_its_dequantized_weights_do(
     architecture: str, tied: bool, tmp_path: Path
 ) -> None:
     file = save_mixed(tmp_path, architecture, tie_word_embeddings=tied)
-    checkpoint = open_checkpoint(str(file))
-    model = load_model(
-        checkpoint,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_positions=512,
-        keep_groups=True,
-    )
+    model = load(file, keep_groups=True)
     assert all(layer.layout is not None for layer in model.linear_layers())
     assert model.embed_tokens.weight.dtype == torch.uint8
     sizes = [parameter.nbytes for parameter in model.parameters()]
-    assert sum(sizes) == weight_bytes(
-        checkpoint.config, torch.float32, packed=True, form_of=checkpoint.form_of
-    )
+    form_of = open_checkpoint(str(file)).form_of
+    assert sum(sizes) == weight_bytes(model.config, torch.float32, packed=True, form_of=form_of)
     ids = draw_ids(60)
     expected = solo_logits(load(file), ids)
     bound = 1e-5 * expected.abs().max().item()
@@ -254,14 +246,7 @@ def test_a_model_in_its_own_bits_computes_what_its_dequantized_weights_do(
 def test_a_layer_with_a_matrix_that_is_not_quantized_is_dequantized(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", "llama", **WHOLE_BLOCKS)
     file = save_gguf(source, tmp_path / "model.gguf", lambda name: "F16" if "attn_v" in name else "Q4_0")
-    checkpoint = open_checkpoint(str(file))
-    model = load_model(
-        checkpoint,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_positions=512,
-        keep_groups=True,
-    )
+    model = load(file, keep_groups=True)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             assert (module.layout is None) == ("qkv_proj" in name)

@@ -37,7 +37,7 @@ from phase9_pipelined.runner import PipelinedRunner
 from phase9_pipelined.state import LaunchedPass
 from tests.support.engines import Variant
 from tests.support.gguf_files import save_gguf
-from tests.support.models import read_config
+from tests.support.models import load, read_config
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 384
@@ -175,8 +175,7 @@ def load_in_groups(folder: Path, dtype: torch.dtype) -> CausalLM:
             tokenizer=folder.name,
             vocab_size=read_config(folder)["vocab_size"],
         )
-        checkpoint = open_checkpoint(str(file))
-        return load_model(checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS, keep_groups=True)
+        return load(file, dtype=dtype, max_positions=MAX_POSITIONS, keep_groups=True)
 
 
 @functools.cache

@@ -100,8 +100,17 @@ def oracle_logits(oracle: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
     return oracle(torch.tensor([list(token_ids)])).logits[0]
 
 
-def load(folder: Path | str, *, dtype: torch.dtype = torch.float32, max_positions: int = 512) -> CausalLM:
-    return load_model(open_checkpoint(str(folder)), device=CPU, dtype=dtype, max_positions=max_positions)
+def load(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_positions: int = 512,
+    keep_groups: bool = False,
+) -> CausalLM:
+    checkpoint = open_checkpoint(str(folder))
+    return load_model(
+        checkpoint, device=CPU, dtype=dtype, max_positions=max_positions, keep_groups=keep_groups
+    )
 
 
 def zoo(name: str) -> Path:
