@@ -84,8 +84,7 @@ class GGUFCheckpoint(Checkpoint):
         return KINDS[tensor.kind].form if tensor and tensor.kind in KINDS else None
 
     def _spelled(self, name: str) -> str:
-        names = _GEMMA_NAMES if self.config.architecture == "gemma3_text" else _NAMES
-        return _spelled(name, names)
+        return _spelled(name, _GEMMA_NAMES if self.config.architecture == "gemma3_text" else _NAMES)
 
     def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:
         stored = {
