@@ -12,7 +12,7 @@ Each phase that changes the memory has its pool in its `cache`: `phase4_static.c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -299,10 +299,9 @@ class KVPool(ABC):
         """Return the blocks that the prefix cache keeps and no sequence uses, in the order of eviction."""
         return ()
 
-    @property
-    def evictions(self) -> int:
-        """How many blocks were evicted from the prefix cache since the start."""
-        return 0
+    def counts(self) -> Mapping[str, float]:
+        """Return the pool's own totals since the start, by their names in `telemetry.Counters`."""
+        return {}
 
 
 class KVView:

@@ -332,6 +332,7 @@ class Request:
     inflight_refs: int = field(default=0, init=False)  # number of steps in flight that compute for it
     pending_tokens: int = field(default=0, init=False)  # sampled on the device, not yet copied to the host
     drafts: Drafts = field(default_factory=Drafts, init=False)
+    fetching: bool = field(default=False, init=False)  # blocks of its prefix are being read from a disk
     arrival: int = field(default=0, init=False)  # order of arrival at the engine; survives preemption
     scheduled_s: float | None = field(default=None, init=False)  # planning of its first chunk, engine's clock
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -431,6 +432,11 @@ class Request:
         if self.matcher is not None and not self.matcher.has_turn:
             return False
         return self.state is RequestState.DECODE and self.num_tokens < self.max_total_tokens
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether its prompt may be computed in the next step: it has a seat, and waits for no block of its prefix."""
+        return self.state is RequestState.PREFILL and not self.fetching
 
     @property
     def is_terminal(self) -> bool:

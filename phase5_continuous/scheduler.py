@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from common.engine.scheduling import PrefillChunk, Scheduler, StepPlan
 from common.kv import SchedulerPool
-from common.request import Request, RequestState
+from common.request import Request
 
 
 class ContinuousScheduler(Scheduler):
@@ -40,5 +40,5 @@ class ContinuousScheduler(Scheduler):
         each newly admitted request."""
         return StepPlan(
             decode=tuple(r for r in self.active if r.wants_token),
-            prefill=tuple(PrefillChunk.rest(r) for r in self.active if r.state is RequestState.PREFILL),
+            prefill=tuple(PrefillChunk.rest(r) for r in self.active if r.wants_prefill),
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from common.engine.scheduling import PrefillChunk, StepPlan
-from common.request import Request, RequestState
+from common.request import Request
 from phase6_paged.scheduler import PagedScheduler
 from phase7_chunked.config import Config
 
@@ -48,7 +48,7 @@ class ChunkedScheduler(PagedScheduler):
     def prefill_requests(self) -> list[Request]:
         """Return the requests whose prompts may advance in this step, in the order of `prefill_priority`: at
         most `max_prefill_chunks_per_step`."""
-        prefilling = [r for r in self.active if r.state is RequestState.PREFILL]
+        prefilling = [r for r in self.active if r.wants_prefill]
         return sorted(prefilling, key=self.prefill_priority)[: self.config.max_prefill_chunks_per_step]
 
     def prefill_priority(self, request: Request) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -169,9 +169,8 @@ class PrefixCachingPool(PagedKVCachePool):
     def kept_blocks(self) -> Sequence[int]:
         return self.tree.unused_blocks()
 
-    @property
-    def evictions(self) -> int:
-        return self.allocator.evictions
+    def counts(self) -> Mapping[str, float]:
+        return {"evictions": self.allocator.evictions}
 
     def reset_prefix_cache(self) -> int:
         return self.allocator.force_free(self.tree.evict(self.tree.evictable_count()))

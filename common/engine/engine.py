@@ -324,8 +324,9 @@ class Engine:
                 runner.release(preempted)
             scheduler.admit(pool)
             plan = scheduler.plan()
-        counters.preemptions, counters.evictions = scheduler.preemptions, pool.evictions
-        counters.failed_drafters = scheduler.failed_drafters
+        counters.preemptions, counters.failed_drafters = scheduler.preemptions, scheduler.failed_drafters
+        for name, count in pool.counts().items():
+            setattr(counters, name, count)
         record.waiting, record.active = scheduler.num_waiting, len(scheduler.active)
         record.decode_tokens = sum(1 for request in plan.decode if not request.is_terminal)
         record.prefill_tokens = sum(chunk.end - chunk.start for chunk in plan.prefill)

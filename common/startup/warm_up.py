@@ -46,7 +46,7 @@ def record(runner: Runner) -> None:
     best, drawn, ordered = SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)
     for batch in ([best], [drawn], [ordered], [drawn, ordered]):
         _decode(runner, batch)
-    runner.pool.reset_prefix_cache()
+    runner.pool.clear()
 
 
 def capture(runner: Runner, graphs: Graphs) -> None:
@@ -69,7 +69,7 @@ def capture(runner: Runner, graphs: Graphs) -> None:
             SamplingParams(presence_penalty=1.0),
         ):
             _decode(runner, [params] * size, 1)
-    runner.pool.reset_prefix_cache()
+    runner.pool.clear()
     taken = torch.cuda.memory_reserved(runner.model.device) - before
     logger.info(
         "captured decode steps of %s sequences in %.1f s: %.0f MiB; failed: %d",
@@ -100,7 +100,7 @@ def measure(runner: Runner, stream: Stream) -> RowCost | None:
             timed.append((step_s, step_s - pass_s))
         best[rows] = min(timed)
     stream.time_work(False)
-    runner.pool.reset_prefix_cache()
+    runner.pool.clear()
     runner.telemetry.accepted_at.clear()
     (one_s, host_s), (many_s, _) = best.values()
     if not many_s:
