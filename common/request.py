@@ -435,7 +435,7 @@ class Request:
 
     @property
     def wants_prefill(self) -> bool:
-        """Whether its prompt may be computed in the next step: it has a seat, and waits for no block of its prefix."""
+        """Whether its prompt may be computed in the next step: it has a seat, and no block is read for it."""
         return self.state is RequestState.PREFILL and not self.fetching
 
     @property

@@ -24,7 +24,7 @@ Key = tuple[object, ...]  # a block's token ids; in a text's first block the sal
 class Node:
     """One block of a text. Its ancestors are the blocks before it. `users` is the number of sequences that use it.
 
-    A sequence that uses a node *holds* it: the node is not evicted. `parent` is None once the node has left the tree.
+    A sequence that uses a node *holds* it: the node is not evicted. A node that has left the tree has no `parent`.
     """
 
     __slots__ = ("block", "children", "key", "parent", "users")
