@@ -70,22 +70,22 @@ def test_linear(dtype, outputs, inputs):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_wide_layer_keeps_its_float32_sums(int8: bool) -> None:
+def test_a_wide_layer_keeps_its_float32_sums(dtype: torch.dtype, int8: bool) -> None:
     """Rounded, they are the other layers' results, bit for bit. A row has the same bits beside others."""
     outputs, inputs = 300, 576
-    weight = draw(outputs, inputs, dtype=BF16)
+    weight = draw(outputs, inputs, dtype=dtype)
     values, scales = quantize(weight) if int8 else (weight, None)
     exact = weight.double() if scales is None else values.double() * scales.double()
-    packed, bias = pack_linear(values, BF16), draw(outputs, dtype=BF16, seed=1)
+    packed, bias = pack_linear(values, dtype), draw(outputs, dtype=dtype, seed=1)
     assert packed is not None
-    x = draw(100, inputs, dtype=BF16, seed=2)
+    x = draw(100, inputs, dtype=dtype, seed=2)
     together = packed_linear(x, packed, outputs, bias, scales, wide=True)
     assert together.dtype == FP32
     for rows in (1, 2, 10, 17, 33):
         assert torch.equal(
             packed_linear(x[7 : 7 + rows], packed, outputs, bias, scales, wide=True), together[7 : 7 + rows]
         )
-    assert torch.equal(together.to(BF16), packed_linear(x, packed, outputs, bias, scales))
+    assert torch.equal(together.to(dtype), packed_linear(x, packed, outputs, bias, scales))
     layer = functools.partial(linear_int8_reference, scales=scales) if int8 else linear
     for sums in (together, layer(x, values, bias=bias, wide=True)):
         expected = x.double() @ exact.T + bias.double()

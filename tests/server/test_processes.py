@@ -38,7 +38,7 @@ from tests.support.servers import (
     post,
 )
 
-SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 79_999}}}
+SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 30_011}}}
 MOST_COMPILING = 8  # requests whose grammars are compiled or wait for it
 
 
