@@ -22,9 +22,9 @@ unit       scales of 32 outputs: float16;  mins of 32 outputs, if there are mins
 unit       …
 ```
 
-A unit has one block and is one group; or it has eight blocks, with one or two groups in each. In the second case, a
-group's scale is its unit's scale times an int8 of its own, its *code*, and a min likewise. (The product has more
-digits than a float16. So it is not stored.)
+A unit is one group, of one or more blocks; or each of its blocks has one or two groups. In the second case, a group's
+scale is its unit's scale times an int8 of its own, its *code*, and a min likewise. (The product has more digits than
+a float16. So it is not stored.)
 
 **Words.** A weight of 8 bits is a byte: word `w` has inputs 4w to 4w + 3. Of narrower weights, words 0 to 3 have
 the lowest four bits:
@@ -70,8 +70,8 @@ class Form(NamedTuple):
         bits: of a weight: 4, 5, 6 or 8.
         blocks: of a unit.
         groups: of a block, each with a code; 0: a unit is one group, without a code.
-        mins: whether there are mins. Then q is 0 or more. Else q has a sign, and is stored with 2^(bits - 1) added,
-            or as an int8.
+        mins: whether there are mins. Then q is 0 or more. Else q has a sign, and is stored with 2^(bits - 1) added.
+            With 8 bits, q is an int8 in both cases.
     """
 
     bits: int

@@ -39,9 +39,9 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: the checkpoint's type if the device has instructions for it, else float32"""
     quantize: Literal["auto", "none", "int8", "int4"] = "auto"
-    """auto: quantized weights of a GGUF file keep their bits if native kernels compute with them; none: they are
-    dequantized; int8: weights of half the bytes, with a factor for each output; int4: a third of the bytes, with
-    factors for groups of 32 inputs; int8 and int4 are for a CPU"""
+    """auto: weights of a file that is quantized (GGUF, GPTQ, AWQ, compressed-tensors) keep their bits if native
+    kernels compute with them; none: they are dequantized; int8: weights of half the bytes, with a factor for each
+    output; int4: a third of the bytes, with factors for groups of 32 inputs; int8 and int4 are for a CPU"""
     native_kernels: bool = True
     """compute on a CPU by C++ kernels, which are built at the first start; without them torch computes, more
     slowly"""

@@ -7,14 +7,32 @@ A checkpoint has one of three forms: a Hugging Face folder, a dummy without file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.models.compressed import Scheme
 from common.models.config import JsonObject, ModelConfig
 from common.models.layers import CausalLM
-from common.models.loader import fill_randomly, load_weights
+from common.models.loader import (
+    checkpoint_tensors,
+    fill_from,
+    fill_randomly,
+    fused_with,
+    quantize_as_stored,
+    set_orders,
+    stored_tensors,
+)
+from common.models.packed import (
+    PackedMatrix,
+    Stored,
+    are_int8,
+    bits_a_weight,
+    matrices_of,
+    without_empty_biases,
+)
 from common.text.chat_template import ChatTemplate
 from common.text.folder_vocabulary import FolderVocabulary
 from common.text.tokenizer import Tokenizer
@@ -75,7 +93,12 @@ class Checkpoint(ABC):
 
 
 class FolderCheckpoint(Checkpoint):
-    """A checkpoint in a Hugging Face folder."""
+    """A checkpoint in a Hugging Face folder.
+
+    Args:
+        scheme: how the weights are quantized, if they are.
+        tensors: the checkpoint's tensors (`packed.with_matrices`), if its weights are quantized.
+    """
 
     def __init__(
         self,
@@ -83,16 +106,45 @@ class FolderCheckpoint(Checkpoint):
         config: ModelConfig,
         folder: Path,
         vocabulary: FolderVocabulary,
-        scheme: Scheme | None = None,
         generation_config: JsonObject | None = None,
+        *,
+        scheme: Scheme | None = None,
+        tensors: Mapping[str, Stored] | None = None,
     ) -> None:
         super().__init__(name, config, generation_config)
         self.folder: Path = folder
         self.vocabulary = vocabulary
-        self.is_int8 = scheme is not None
+        self.tensors = tensors
+        self.is_int8 = tensors is not None and are_int8(tensors)
+        if scheme is not None and tensors is not None and matrices_of(tensors) and not self.is_int8:
+            self.quantization = f"{scheme.title}, {bits_a_weight(tensors):.1f} bits a weight"
 
-    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:  # noqa: ARG002
-        load_weights(model, self.folder, device, quantized=self.is_int8)
+    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:
+        if self.tensors is None:
+            stored = stored_tensors(self.folder, type(model), tied=self.config.tie_word_embeddings)
+        else:
+            stored = without_empty_biases(self.tensors, checkpoint_tensors(model).keys())
+        if self.is_int8:
+            quantize_as_stored(model, stored.keys())
+        keep = keep_groups and self.quantization is not None
+        fill_from(model, stored, device, origin=self.folder, form_of=self.form_of if keep else None)
+        if keep:
+            set_orders(model, self._order_of)
+            model.stored_as = self.quantization
+
+    def form_of(self, name: str) -> Form | None:
+        if self.tensors is None or self.is_int8:
+            return None
+        found = [self.tensors.get(each) for each in fused_with(name)]
+        matrices = [each for each in found if isinstance(each, PackedMatrix)]
+        # Fused matrices take the same inputs. GPTQ gives them the same order, or the layer is dequantized.
+        orders = {None if each.order is None else tuple(each.order.tolist()) for each in matrices}
+        matrix = self.tensors.get(name)
+        return matrix.form if isinstance(matrix, PackedMatrix) and len(orders) == 1 else None
+
+    def _order_of(self, name: str) -> Tensor | None:
+        matrix = None if self.tensors is None else self.tensors.get(name)
+        return matrix.order if isinstance(matrix, PackedMatrix) else None
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
         template = ChatTemplate.from_folder(self.folder, chat_template)

@@ -1,48 +1,43 @@
-"""Reads quantized checkpoints in the `compressed-tensors` format, if our int8 kernels can compute with the weights.
+"""Reads how a Hugging Face folder's weights are quantized: the `quantization_config` of its `config.json`.
 
-The weights must have 8 bits, and be symmetric, with one factor for each output. The format stores them in two ways:
-
-```text
-int-quantized     weight         int8  [N, K]                      weight_scale [N, 1]
-pack-quantized    weight_packed  int32 [N, ceil(K / 4)]            weight_scale [N, 1]    weight_shape [2]: N, K
-                  four weights a number, the lowest bits first, each with 128 added
-```
+Three methods are read: `compressed-tensors`, `gptq` and `awq`, with weights of 4 or 8 bits. The bits, groups and
+zero points of each matrix follow from its tensors (`common.models.packed`). This module refuses settings that the
+tensors do not show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from common.errors import StartupError
 
+BITS = (4, 8)
+
 FORMATS = ("int-quantized", "pack-quantized")
 
-#: Entries of a group's `weights`, and the values that our kernels can compute with.
+#: Entries of a group's `weights` in compressed-tensors, and the values that are read.
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
-    "num_bits": (8,),
+    "num_bits": BITS,
     "type": ("int", None),
-    "symmetric": (True, None),
-    "strategy": ("channel",),
+    "strategy": ("channel", "group"),
     "dynamic": (False, None),
 }
 
-#: Endings of the names of tensors that the model has no place for. A symmetric scheme's zero points are zero.
-_UNUSED = (".weight_zero_point", ".weight_shape", ".input_scale", ".input_zero_point", ".weight_g_idx")
-
-
-class Stored(Protocol):
-    """A tensor on disk, in any format."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read_into(self, target: Tensor) -> None:
-        """Read the tensor into `target`, which has the same shape, and convert it to the type of `target`."""
+#: The same for whole configs. Names of older files follow those of newer ones.
+_GPTQ: dict[tuple[str, ...], tuple[Any, ...]] = {
+    ("bits",): BITS,
+    ("checkpoint_format",): ("gptq", "gptq_v2", None),
+    ("is_marlin_format",): (False, None),
+    ("pack_dtype",): ("int32", None),
+    ("adapter",): ({}, None),
+}
+_AWQ: dict[tuple[str, ...], tuple[Any, ...]] = {
+    ("bits", "w_bit"): (4,),
+    ("version",): ("gemm", "GEMM", None),
+    ("checkpoint_format",): ("gemm", None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +45,20 @@ class Scheme:
     """How a checkpoint's weights are quantized.
 
     Attributes:
+        method: `compressed-tensors`, `gptq` or `awq`.
         quantizes_activations: whether the checkpoint asks for quantized activations as well. We do not quantize
             them.
+        zero_offset: the number that was subtracted from a zero point when it was stored.
     """
 
-    quantizes_activations: bool
+    method: str
+    quantizes_activations: bool = False
+    zero_offset: int = 0
+
+    @property
+    def title(self) -> str:
+        """The method's name, for messages."""
+        return self.method if self.method == "compressed-tensors" else self.method.upper()
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
@@ -67,78 +71,74 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     if quantization is None:
         return None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    if method != "compressed-tensors":
+    if method not in _READERS:
         named = str(method or "by a method it does not name")
         raise StartupError(
-            f"quantization_config: the weights are quantized ({named:.80}), and only compressed-tensors with 8-bit "
-            "weights is run: take the checkpoint that this one was made from"
+            f"quantization_config: the weights are quantized ({named:.80}), and only {', '.join(_READERS)} are "
+            "run: take the checkpoint that this one was made from"
         )
-    if (stored := quantization.get("format")) not in FORMATS:
-        raise _refused("format", stored, " or ".join(FORMATS))
+    return _READERS[method](quantization)
+
+
+def _read_compressed(quantization: Mapping[str, Any]) -> Scheme:
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise _refused("config_groups", groups, "groups by name")
+        raise _refused("compressed-tensors", "config_groups", groups, "groups by name")
+    mixed = quantization.get("format") == "mixed-precision"  # each group has a format of its own
+    formats = [group.get("format") for group in groups.values()] if mixed else [quantization.get("format")]
+    for form in formats:
+        if form not in FORMATS:
+            raise _refused("compressed-tensors", "format", form, " or ".join(FORMATS))
     for group in groups.values():
         weights = group.get("weights")
         for key, values in _WEIGHTS.items():
             if not isinstance(weights, Mapping) or weights.get(key) not in values:
                 found = weights.get(key) if isinstance(weights, Mapping) else weights
-                raise _refused(f"weights.{key}", found, f"{values[0]!r}")
-        if group.get("targets") != ["Linear"]:
-            raise _refused("targets", group.get("targets"), "['Linear']")
+                raise _refused("compressed-tensors", f"weights.{key}", found, _either(values))
     if quantization.get("kv_cache_scheme") is not None:
-        raise _refused("kv_cache_scheme", "a scheme", "none: keys and values are not quantized")
+        raise _refused(
+            "compressed-tensors", "kv_cache_scheme", "a scheme", "none: keys and values are not quantized"
+        )
+    if quantization.get("transform_config"):
+        raise _refused("compressed-tensors", "transform_config", "a transform", "none")
     sparsity = quantization.get("sparsity_config") or {"format": "dense"}
     found = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if found != "dense":
-        raise _refused("sparsity_config.format", found, "dense")
-    return Scheme(any(group.get("input_activations") is not None for group in groups.values()))
+        raise _refused("compressed-tensors", "sparsity_config.format", found, "dense")
+    activations = any(group.get("input_activations") is not None for group in groups.values())
+    return Scheme("compressed-tensors", quantizes_activations=activations)
 
 
-def _refused(key: str, found: Any, run: str) -> StartupError:
-    return StartupError(
-        f"quantization_config: compressed-tensors with {key} = {found!r:.80} is not run, only {run}"
-    )
+def _read_gptq(quantization: Mapping[str, Any]) -> Scheme:
+    _check("gptq", quantization, _GPTQ)
+    return Scheme("gptq", zero_offset=0 if quantization.get("checkpoint_format") == "gptq_v2" else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedInt8:
-    """An int8 matrix that is stored with four weights in each number (`pack-quantized`)."""
-
-    stored: Stored
-    shape: tuple[int, ...]
-
-    def read_into(self, target: Tensor) -> None:
-        numbers = torch.empty(self.stored.shape, dtype=torch.int32)
-        self.stored.read_into(numbers)
-        shifted = numbers.view(torch.uint8)[:, : self.shape[1]]
-        target.copy_((shifted ^ 0x80).view(torch.int8))  # 128 less, as bits
+def _read_awq(quantization: Mapping[str, Any]) -> Scheme:
+    _check("awq", quantization, _AWQ)
+    return Scheme("awq")
 
 
-def plain_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return a checkpoint's tensors with the names that `int-quantized` gives them, in the same order.
+_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "compressed-tensors": _read_compressed,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+}
 
-    A packed matrix becomes a `PackedInt8`. Tensors that the model has no place for are left out.
 
-    Raises:
-        StartupError: a packed matrix contradicts its `weight_shape`.
-    """
-    found: dict[str, Stored] = {}
-    for name, tensor in stored.items():
-        if name.endswith(_UNUSED):
-            continue
-        if not name.endswith(".weight_packed"):
-            found[name] = tensor
-            continue
-        stem = name.removesuffix("_packed")
-        shape = (0, 0)
-        if (entry := stored.get(f"{stem}_shape")) is not None and entry.shape == (2,):
-            sizes = torch.empty(2, dtype=torch.int64)
-            entry.read_into(sizes)
-            shape = (int(sizes[0]), int(sizes[1]))
-        if tensor.shape != (shape[0], -(-shape[1] // 4)):
-            raise StartupError(
-                f"{name} is {list(tensor.shape)}, which its weight_shape {list(shape)} is not in fours"
-            )
-        found[stem] = PackedInt8(tensor, shape)
-    return found
+def _check(
+    method: str, quantization: Mapping[str, Any], entries: Mapping[tuple[str, ...], tuple[Any, ...]]
+) -> None:
+    """Raise StartupError if an entry has a value that is not read. An absent entry has the value None."""
+    for names, values in entries.items():
+        key = next((name for name in names if name in quantization), names[0])
+        if quantization.get(key) not in values:
+            raise _refused(method, key, quantization.get(key), _either(values))
+
+
+def _either(values: tuple[Any, ...]) -> str:
+    return " or ".join(repr(value) for value in values if value is not None)
+
+
+def _refused(method: str, key: str, found: Any, run: str) -> StartupError:
+    return StartupError(f"quantization_config: {method} with {key} = {found!r:.80} is not run, only {run}")

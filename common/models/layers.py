@@ -81,6 +81,7 @@ class Linear(nn.Module):
         )
         self.weight_scale: nn.Parameter | None = None  # [out, 1] float32, of a quantized weight
         self.layout: Layout | None = None  # of a weight in groups
+        self.order: Tensor | None = None  # [in] int64, the inputs of a weight in groups, group after group
         self.packed: Tensor | None = None  # the weight in panels (`kernels.linear`), after `pack`
 
     def quantize(self) -> None:
@@ -131,10 +132,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.layout is not None:
-            return grouped_linear(x, self.weight, self.layout, self.bias, self.wide)
+            return grouped_linear(self.in_order(x), self.weight, self.layout, self.bias, self.wide)
         if self.packed is not None:
             return packed_linear(x, self.packed, self.out_features, self.bias, self.weight_scale, self.wide)
         return self.product(x)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return the inputs in the order of a weight in groups: [T, in]."""
+        return x if self.order is None else x.index_select(1, self.order)
 
     def product(self, x: Tensor) -> Tensor:
         """Compute the product of a layer that is not packed: [T, in] -> [T, out]."""
@@ -157,7 +162,9 @@ class GatedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.layout is not None:
-            return grouped_gated_linear(x, self.weight, self.layout, self.activation, self.bias)
+            return grouped_gated_linear(
+                self.in_order(x), self.weight, self.layout, self.activation, self.bias
+            )
         if self.packed is not None:
             return packed_gated_linear(
                 x, self.packed, self.sizes[0], self.activation, self.bias, self.weight_scale

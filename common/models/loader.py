@@ -21,8 +21,8 @@ from torch import Tensor
 
 from common.errors import StartupError
 from common.json_file import read_json
-from common.models.compressed import Stored, plain_names
 from common.models.layers import CausalLM, Linear
+from common.models.packed import Stored
 from kernels.grouped import Form
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -161,38 +161,50 @@ def _names(path: str) -> list[str]:
     return [f"{prefix}{name}" for name in FUSED.get(own, (own,))]
 
 
-def load_weights(model: CausalLM, folder: Path, device: torch.device, *, quantized: bool = False) -> None:
-    """Allocate a model that was built on the meta device, and read its weights from the checkpoint in `folder`.
+def stored_tensors(
+    folder: Path, architecture: type[CausalLM], *, tied: bool, quantized: bool = False
+) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint's language model, by the names that they have in checkpoints of it alone.
 
     Args:
-        quantized: whether the checkpoint has int8 weights, with a `weight_scale` each (compressed-tensors).
-
-    Raises:
-        StartupError: the files cannot be read (see `find_tensors`), or tensors are missing, unexpected or of a
-            wrong shape.
+        tied: whether the head is tied. Its copy of the embedding is left out.
+        quantized: as for `find_tensors`, which also says what is raised.
     """
     stored: dict[str, Stored] = {
-        _rename(name, model.renamed_prefixes): tensor
+        _rename(name, architecture.renamed_prefixes): tensor
         for name, tensor in find_tensors(folder, quantized=quantized).items()
         # Old files hold rotary frequencies.
-        if not name.startswith(model.skipped_prefixes) and not name.endswith("rotary_emb.inv_freq")
+        if not name.startswith(architecture.skipped_prefixes) and not name.endswith("rotary_emb.inv_freq")
     }
-    if model.config.tie_word_embeddings:  # a copy of the embedding
-        stored = {name: tensor for name, tensor in stored.items() if not name.startswith("lm_head.")}
-    if quantized:
-        stored = plain_names(stored)
-        _quantize_as_stored(model, stored.keys())
-    fill_from(model, stored, device, origin=folder)
+    return {name: tensor for name, tensor in stored.items() if not (tied and name.startswith("lm_head."))}
 
 
-def _quantize_as_stored(model: CausalLM, names: Collection[str]) -> None:
-    """Quantize the linear layers for which a checkpoint has scales. The model is on the meta device.
+def quantize_as_stored(model: CausalLM, names: Collection[str]) -> None:
+    """Make the linear layers int8 for which a checkpoint has scales. The model is on the meta device.
 
     `names` are the names of the checkpoint's tensors.
     """
     for path, module in model.named_modules():
         if isinstance(module, Linear) and f"{_names(path)[0]}.weight_scale" in names:
             module.quantize()
+
+
+def fused_with(name: str) -> list[str]:
+    """Return the names of the matrices that are fused with a matrix of a checkpoint, and its own."""
+    own = name.split(".")[-2]
+    fused = next((names for names in FUSED.values() if own in names), (own,))
+    return [name.replace(f"{own}.", f"{each}.") for each in fused]
+
+
+def set_orders(model: CausalLM, order_of: Callable[[str], Tensor | None]) -> None:
+    """Give linear layers in groups the order of their inputs.
+
+    Args:
+        order_of: takes the name of a matrix in a checkpoint. Returns [K] int64, or None: inputs are in order.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.layout is not None:
+            module.order = order_of(f"{_names(path)[0]}.weight")
 
 
 def make_groups(model: CausalLM, form_of: Callable[[str], Form | None]) -> None:

@@ -32,8 +32,9 @@ from common.models.gguf.checkpoint import GGUFCheckpoint, config_of
 from common.models.gguf.file import GGUFFile, first_part, is_gguf
 from common.models.layers import CausalLM
 from common.models.llama import Llama
-from common.models.loader import make_groups
+from common.models.loader import make_groups, stored_tensors
 from common.models.mistral import Mistral
+from common.models.packed import with_matrices
 from common.models.presets import PRESETS, TOKENIZER_OF
 from common.models.qwen2 import Qwen2
 from common.models.qwen3 import Qwen3
@@ -57,11 +58,14 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
 
 GENERATION_CONFIG = "generation_config.json"
+#: Files of old quantized checkpoints, and the method that wrote each.
+_QUANTIZATION_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
 _HUB_FILES = [
     "config.json",
     GENERATION_CONFIG,
+    *_QUANTIZATION_CONFIGS,
     "tokenizer.json",
     "tokenizer_config.json",
     "added_tokens.json",
@@ -105,7 +109,7 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:
-    raw = read_json(folder / "config.json")
+    raw = _with_quantization(folder, read_json(folder / "config.json"))
     config, scheme = _parse(folder / "config.json", raw, lambda raw: (parse_config(raw), read_scheme(raw)))
     generation = read_json_if_there(path := folder / GENERATION_CONFIG)
     # Any of the files may name the tokens that end an answer.
@@ -115,7 +119,14 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
         eos |= vocabulary.end_token_ids()
     known = frozenset(token_id for token_id in eos if 0 <= token_id < config.vocab_size)
     config = dataclasses.replace(config, eos_token_ids=known)
-    checkpoint = FolderCheckpoint(name, config, folder, vocabulary, scheme, generation)
+    tensors = None
+    if scheme is not None:
+        architecture, tied = ARCHITECTURES[config.architecture], config.tie_word_embeddings
+        stored = stored_tensors(folder, architecture, tied=tied, quantized=True)
+        tensors = _parse(folder, stored, lambda stored: with_matrices(stored, scheme))
+    checkpoint = FolderCheckpoint(
+        name, config, folder, vocabulary, generation, scheme=scheme, tensors=tensors
+    )
     checkpoint.unused = [
         *([f"EOS tokens outside the vocabulary: {sorted(eos - known)}"] if known != eos else []),
         *(["quantized activations"] if scheme is not None and scheme.quantizes_activations else []),
@@ -123,6 +134,14 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
         *unused_in_folder(folder, raw, generation),
     ]
     return checkpoint
+
+
+def _with_quantization(folder: Path, raw: JsonObject) -> JsonObject:
+    """Return a config with its `quantization_config`, which old folders have in a file of its own."""
+    for file, method in _QUANTIZATION_CONFIGS.items():
+        if "quantization_config" not in raw and (found := read_json_if_there(folder / file)):
+            return {**raw, "quantization_config": {"quant_method": method, **found}}
+    return raw
 
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:

@@ -185,16 +185,12 @@ def test_quantize_int8_adds_the_head(form: str, tmp_path: Path) -> None:
     [
         ({"format": "marlin-24"}, ["format", "'marlin-24'", "int-quantized or pack-quantized"]),
         ({"format": "float-quantized"}, ["'float-quantized'"]),
-        ({"num_bits": 4}, ["num_bits", "4", "8"]),
+        ({"num_bits": 3}, ["num_bits", "3", "4 or 8"]),
         ({"type": "float"}, ["type", "'float'"]),
-        ({"symmetric": False}, ["symmetric", "False"]),
-        ({"strategy": "group"}, ["strategy", "'group'", "'channel'"]),
         ({"strategy": "tensor"}, ["strategy", "'tensor'"]),
-        ({"targets": ["re:.*q_proj"]}, ["targets", "q_proj"]),
         ({"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme"]),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config", "sparse-24-bitmask"]),
         ({"config_groups": None}, ["config_groups"]),
-        ({"quant_method": "gptq"}, ["(gptq)", "compressed-tensors"]),
     ],
     ids=str,
 )

@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             llama(quantization_config={"quant_method": method, "bits": 4}, torch_dtype="float8_e4m3fn"),
             ["quantized", f"({method})", "compressed-tensors", "take the checkpoint"],
         )
-        for method in ("gptq", "awq", "fp8", "bitsandbytes")
+        for method in ("fp8", "bitsandbytes")
     },
     "some quantization": (llama(quantization_config={"group_size": 64, "bits": 4}), ["quantized"]),
     "multimodal without text": ({"model_type": "gemma3"}, ["text_config", "None"]),

@@ -23,8 +23,13 @@ from kernels.grouped import (
 )
 from tests.kernels.support import BF16, FP32, draw
 
+#: Groups of several blocks, as in GPTQ, AWQ and compressed-tensors checkpoints.
+LARGER = [
+    *(Form(4, blocks=2), Form(4, blocks=4), Form(8, blocks=4)),
+    *(Form(4, blocks=4, groups=1, mins=True), Form(8, blocks=2, groups=1, mins=True)),
+]
 #: Every form that a file may have.
-FORMS = sorted({kind.form for kind in KINDS.values()})
+FORMS = sorted({kind.form for kind in KINDS.values()}.union(LARGER))
 #: Fewer outputs than a panel; several panels, the last of them with some; whole panels.
 OUTPUTS = [1, 75, 256]
 TOLERANCE = {FP32: 1e-5, BF16: 2**-7}
