@@ -1,16 +1,15 @@
 // Linear layers on weights in groups: see grouped.py for the form of panels.
 //
-// A block of a panel, 32 inputs of 32 outputs, is widened to the type of x in the first-level cache, exactly. Rows of x
-// meet it there, and a group's float32 sums are multiplied by its scales and added to those of the groups before it.
-// All numbers of rows take this way. So the order of every sum, and with it a row's bits, depends on the number of
-// inputs alone.
+// A block of a panel, 32 inputs of 32 outputs, is widened to the type of x, exactly: to float32 in registers, to
+// bfloat16 in the first-level cache. Rows of x meet it there, and a group's float32 sums are multiplied by its scales
+// and added to those of the groups before it. All numbers of rows take this way. So the order of every sum, and with it
+// a row's bits, depends on the number of inputs alone.
 #include "grouped.h"
 
 namespace infer {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 128;  // that meet a block: their sums, 16 kB, stay in the first-level cache
-constexpr int64_t kAhead = 4096;      // bytes of a panel that are fetched ahead
 
 // ---------------------------------------------------------------------- panels
 
@@ -29,39 +28,20 @@ void add_group(
   }
 }
 
-// A block of a panel.
-struct Place {
-  const Panel& panel;
-  const uint8_t *unit, *block;
-  int64_t index = 0, in_unit = 0;
-
-  Place(const uint8_t* bytes, const Panel& panel)
-      : panel(panel), unit(bytes + panel.byte), block(unit + panel.header_bytes()) {}
-
-  void advance() {
-    ++index;
-    block += panel.block_bytes();
-    if (++in_unit == panel.blocks) {
-      in_unit = 0;
-      unit = block;
-      block += panel.header_bytes();
-    }
-  }
-};
-
 // Rows of x from `row` on times a panel -> sums [rows, 32].
-template <typename By, int64_t bits>
+template <int64_t bits, typename By>
 void multiply_panel(
     By& by, const Blocks<typename By::T>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
     int64_t inputs, float* sums) {
   using T = typename By::T;
   const int64_t blocks = inputs / kInputs;
   alignas(64) T weights[2][kWeights];
-  alignas(64) float units[2][kOutputs] = {}, factors[2][kOutputs] = {}, products[kTile * kOutputs];
+  alignas(64) float products[kTile * kOutputs];
+  Factors factors(1);
   std::memset(sums, 0, rows * kOutputs * sizeof(float));
   const auto widen = [&](const Place& at) {
-    for (int64_t byte = 0; byte < panel.block_bytes(); byte += 64) __builtin_prefetch(at.block + kAhead + byte);
-    By::template widen<bits>(reinterpret_cast<const uint32_t*>(at.block), panel, weights[at.index % 2]);
+    at.fetch_ahead();
+    By::template widen<bits>(at.words(), panel, weights[at.index % 2]);
   };
   Place at(bytes, panel), next(bytes, panel);
   widen(at);
@@ -69,24 +49,34 @@ void multiply_panel(
     // One block ahead: a load of a tile would wait for stores that are not in the cache yet.
     next.advance();
     if (next.index < blocks) widen(next);
-    if (at.in_unit == 0)
-      for (int64_t i = 0; i < panel.factors(); ++i) widen_halves(at.unit + 2 * kOutputs * i, units[i]);
-    const auto* codes = reinterpret_cast<const int8_t*>(at.block + 4 * bits * kOutputs);
-    for (int64_t group = 0; group < panel.sums(); ++group) {
-      for (int64_t i = 0; i < panel.factors(); ++i)
-        for (int64_t output = 0; output < kOutputs; output += kWide) {
-          auto factor = load(units[i] + output);
-          if (panel.groups) factor *= widened(codes + (i * panel.groups + group) * kOutputs + output);
-          store(factor, factors[i] + output);
-        }
+    factors.read(at);
+    for (int64_t group = 0; group < panel.sums(); ++group)
       for (int64_t tile = 0; tile < rows; tile += kTile) {
         const int64_t count = std::min(kTile, rows - tile);
         by.multiply(x.block(at.index, row + tile), count, weights[at.index % 2], group, panel.sums(), products);
         const auto add = panel.mins ? add_group<true> : add_group<false>;
-        add(products, count, factors[0], factors[1], x.sum(at.index, row + tile), sums + tile * kOutputs);
+        add(products, count, factors.scales[group], factors.mins, x.sum(at.index, row + tile), sums + tile * kOutputs);
       }
-    }
   }
+}
+
+// The same with float32. A panel stays in the second-level cache while the rows meet it, few at a time.
+template <int64_t bits>
+void multiply_panel(
+    ByFloats&, const Blocks<float>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
+    int64_t inputs, float* sums) {
+  Factors factors(1 / kByteUnit);
+  std::memset(sums, 0, rows * kOutputs * sizeof(float));
+  in_groups<kFloatSums / 2>(rows, [&](auto n, int64_t first) {
+    constexpr int64_t parts = std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2);
+    for (Place at(bytes, panel); at.index < inputs / kInputs; at.advance()) {
+      at.fetch_ahead();
+      factors.read(at);
+      const float *own = x.block(at.index, row + first), *totals = x.sum(at.index, row + first);
+      for (int64_t output = 0; output < kOutputs; output += parts * kWide)
+        add_block<n, parts, bits>(at.words(), panel, factors, own, totals, output, sums + first * kOutputs);
+    }
+  });
 }
 
 template <typename By>
@@ -95,7 +85,7 @@ void multiply(
     int64_t inputs, float* sums) {
   TORCH_CHECK(panel.groups < 2 || !panel.mins, "a block with mins is one group");
   by.prepare(panel, std::min(x.padded, kTile));
-  with_bits(panel.bits, [&](auto bits) { multiply_panel<By, bits>(by, x, row, rows, bytes, panel, inputs, sums); });
+  with_bits(panel.bits, [&](auto bits) { multiply_panel<bits>(by, x, row, rows, bytes, panel, inputs, sums); });
 }
 
 // Computes x times sets of panels. A set is the panels i, i + sets, …; it is the columns i of `together` matrices of

@@ -1,6 +1,6 @@
 // Products of rows and a block of weights in groups, in three ways: see grouped.py for the form of panels.
 //
-// A way widens a block of a panel, 32 inputs of 32 outputs, to its type, exactly. Then it multiplies rows of x by the
+// A way widens a block of a panel, 32 inputs of 32 outputs, to its type, exactly, and multiplies rows of x by the
 // block, group by group. Each way computes all numbers of rows alike, so that a row's bits depend on no other row.
 #pragma once
 
@@ -17,6 +17,7 @@ constexpr int64_t kOutputs = 32;  // of a panel
 constexpr int64_t kInputs = 32;   // of a block
 constexpr int64_t kWeights = kOutputs * kInputs;
 constexpr int64_t kTile = 32;  // rows of one product: two matrix tiles
+constexpr int64_t kAhead = 4096;  // bytes of a panel that are fetched ahead
 
 // A row of the table in grouped.py.
 struct Panel {
@@ -49,6 +50,62 @@ inline void widen_halves(const uint8_t* from, float* to) {
 #endif
 }
 
+// A block of a panel.
+struct Place {
+  const Panel& panel;
+  const uint8_t *unit, *block;
+  int64_t index = 0, in_unit = 0;
+
+  Place(const uint8_t* bytes, const Panel& panel)
+      : panel(panel), unit(bytes + panel.byte), block(unit + panel.header_bytes()) {}
+
+  const uint32_t* words() const { return reinterpret_cast<const uint32_t*>(block); }
+  const int8_t* codes() const { return reinterpret_cast<const int8_t*>(block + 4 * panel.bits * kOutputs); }
+
+  void fetch_ahead() const {
+    for (int64_t byte = 0; byte < panel.block_bytes(); byte += 64) __builtin_prefetch(block + kAhead + byte);
+  }
+
+  void advance() {
+    ++index;
+    block += panel.block_bytes();
+    if (++in_unit == panel.blocks) {
+      in_unit = 0;
+      unit = block;
+      block += panel.header_bytes();
+    }
+  }
+};
+
+// The scales of a block's groups, times `unit`, and the mins of its only group.
+class Factors {
+ public:
+  alignas(64) float scales[2][kOutputs], mins[kOutputs];
+
+  explicit Factors(float unit) : unit_(unit) {}
+
+  // Blocks must be read in order.
+  void read(const Place& at) {
+    const int64_t groups = at.panel.groups;
+    float *scales_of_unit = groups ? unit_scales_ : scales[0], *mins_of_unit = groups ? unit_mins_ : mins;
+    if (at.in_unit == 0) {
+      widen_halves(at.unit, scales_of_unit);
+      for (int64_t i = 0; i < kOutputs; ++i) scales_of_unit[i] *= unit_;
+      if (at.panel.mins) widen_halves(at.unit + 2 * kOutputs, mins_of_unit);
+    }
+    for (int64_t group = 0; group < groups; ++group) multiply(unit_scales_, at.codes() + group * kOutputs, scales[group]);
+    if (groups && at.panel.mins) multiply(unit_mins_, at.codes() + groups * kOutputs, mins);
+  }
+
+ private:
+  alignas(64) float unit_scales_[kOutputs], unit_mins_[kOutputs];
+  float unit_;
+
+  static void multiply(const float* units, const int8_t* codes, float* to) {
+    for (int64_t i = 0; i < kOutputs; i += kWide) store(load(units + i) * widened(codes + i), to + i);
+  }
+};
+
 // Calls function(i) with the constants 0 to count - 1.
 template <int count, typename Function>
 void for_constants(const Function& function) {
@@ -69,14 +126,14 @@ void with_bits(int64_t bits, const Function& function) {
   }
 }
 
-// Returns q of an input in a block, for one output or a register of them: word(w) is the word w of those.
+// Returns q of an input in a block, for one output: word(w) is its word w.
 template <int64_t bits, typename Word>
-auto number_at(int64_t input, int32_t zero, const Word& word) {
+int32_t number_at(int64_t input, int32_t zero, const Word& word) {
   if constexpr (bits == 8) {
     return word(input / 4) << (24 - input % 4 * 8) >> 24;
   } else {
     const int64_t half = input % 2 * 16, nibble = input / 2 % 2 * 2 + input / 16, w = input % 16 / 4;
-    auto number = (word(w) >> (half + 4 * nibble)) & 15;
+    int32_t number = (word(w) >> (half + 4 * nibble)) & 15;
     for (int64_t bit = 4; bit < bits; ++bit) number |= ((word(bit) >> (half + 4 * w + nibble)) & 1) << bit;
     return number - zero;
   }
@@ -122,35 +179,84 @@ struct Blocks {
 
 // ---------------------------------------------------------------------- float32
 
-// Computes with float32: each group's sum adds input after input.
+using Words = Vector<uint32_t>;
+typedef int8_t Bytes __attribute__((vector_size(sizeof(Words))));
+
+// Returns numbers 4 step to 4 step + 3 of a register of outputs, in the order of `kInputOfByte`: a byte with a sign each.
+// word(i) is the word i of these outputs.
+template <int64_t bits, typename Word>
+Words four_numbers(int64_t step, Bytes zero, const Word& word) {
+  if constexpr (bits == 8) return word(step);
+  const int64_t half = step / 4, w = step % 4;
+  Words numbers = (word(w) >> 4 * half) & 0x0f0f0f0f;
+  for (int64_t bit = 4; bit < bits; ++bit) {
+    const Words plane = word(bit) >> (4 * w + half);  // bits 0 and 2 of each half are those of its two bytes
+    numbers |= (plane << bit & (0x00010001 << bit)) | (plane << (bit + 6) & (0x01000100 << bit));
+  }
+  return reinterpret_cast<Words>(reinterpret_cast<Bytes>(numbers) - zero);
+}
+
+template <int64_t bits>
+constexpr int64_t kInputOfByte[4] = {0, bits == 8 ? 1 : 2, bits == 8 ? 2 : 1, 3};
+
+// Returns byte `byte` of each word as the highest byte of an int32: the number times 2^24, exactly.
+template <int64_t byte>
+Vector<float> widened_byte(Words words) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction instead of two
+  constexpr int32_t kZeros = 0x00808080;
+  const __m256i places = _mm256_broadcastsi128_si256(_mm_set_epi32(
+      (12 + byte) << 24 | kZeros, (8 + byte) << 24 | kZeros, (4 + byte) << 24 | kZeros, byte << 24 | kZeros));
+  return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(words), places));
+#else
+  const Words highest = (words << (24 - 8 * byte)) & 0xff000000;
+  return __builtin_convertvector(reinterpret_cast<Vector<int32_t>>(highest), Vector<float>);
+#endif
+}
+
+constexpr float kByteUnit = 0x1p24f;
+
+// Adds a block's products to sums [rows, 32], for `parts` registers of outputs from `output` on. Numbers are widened in
+// registers, and all rows of x [rows, 32] meet them there. A group's sum adds input after input. Then the group's
+// scale, divided by `kByteUnit`, multiplies it. Not inlined: in a long function the compiler would keep sums in memory.
+template <int64_t rows, int64_t parts, int64_t bits>
+__attribute__((noinline)) void add_block(
+    const uint32_t* words, const Panel& panel, const Factors& factors, const float* x, const float* totals,
+    int64_t output, float* sums) {
+  const Bytes zero = Bytes{} + int8_t(panel.zero());
+  const int64_t steps = kInputs / 4 / panel.sums();
+  for (int64_t group = 0; group < panel.sums(); ++group) {
+    Vector<float> held[rows][parts] = {};
+    for (int64_t step = group * steps; step < (group + 1) * steps; ++step) {
+      Words numbers[parts];
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t first = output + part * kWide;
+        const uint32_t* own = words + first / kLanes * bits * kLanes + first % kLanes;
+        numbers[part] = four_numbers<bits>(step, zero, [&](int64_t index) { return load(own + index * kLanes); });
+      }
+      for_constants<4>([&](auto byte) {
+        const float* own = x + 4 * step + kInputOfByte<bits>[byte];
+        Vector<float> widened[parts];
+        for (int64_t part = 0; part < parts; ++part) widened[part] = widened_byte<byte>(numbers[part]);
+        for (int64_t row = 0; row < rows; ++row)
+          for (int64_t part = 0; part < parts; ++part) held[row][part] += widened[part] * own[row * kInputs];
+      });
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t place = output + part * kWide;
+        float* to = sums + row * kOutputs + place;
+        auto sum = load(to) + load(factors.scales[group] + place) * held[row][part];
+        if (panel.mins) sum -= load(factors.mins + place) * totals[row];
+        store(sum, to);
+      }
+  }
+}
+
+// Computes with float32.
 struct ByFloats {
   using T = float;
 
   void prepare(const Panel&, int64_t) {}
-
-  // A block's words [2, bits, 16] -> weights [32 inputs, 32 outputs].
-  template <int64_t bits>
-  static void widen(const uint32_t* words, const Panel& panel, float* to) {
-    for (int64_t output = 0; output < kOutputs; output += kWide) {
-      const auto* own = reinterpret_cast<const int32_t*>(words) + output / kLanes * bits * kLanes + output % kLanes;
-      const auto word = [&](int64_t index) { return load(own + index * kLanes); };
-      for (int64_t input = 0; input < kInputs; ++input) {
-        const auto number = number_at<bits>(input, panel.zero(), word);
-        store(__builtin_convertvector(number, Vector<float>), to + input * kOutputs + output);
-      }
-    }
-  }
-
-  // x [rows, 32] times group `group` of `groups` of a block -> products [rows, 32].
-  void multiply(const float* x, int64_t rows, const float* weights, int64_t group, int64_t groups, float* products) {
-    constexpr int64_t parts = kOutputs / kWide;
-    const int64_t inputs = kInputs / groups, first = group * inputs;
-    in_groups<kFloatSums / parts / 2>(rows, [&](auto n, int64_t row) {
-      const auto place = [=](int64_t input) { return weights + (first + input) * kOutputs; };
-      add_products<n, parts>(
-          x + row * kInputs + first, kInputs, inputs, place, products + row * kOutputs, kOutputs, /*begun=*/false);
-    });
-  }
 };
 
 // ---------------------------------------------------------------------- bfloat16
