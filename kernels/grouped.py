@@ -22,9 +22,9 @@ unit       scales of 32 outputs: float16;  mins of 32 outputs, if there are mins
 unit       …
 ```
 
-A unit is one group, of one or more blocks; or each of its blocks has one or two groups. In the second case, a group's
-scale is its unit's scale times an int8 of its own, its *code*, and a min likewise. (The product has more digits than
-a float16. So it is not stored.)
+A unit is one group, of one or more blocks; or each of its blocks has one or two groups. In the second case, a
+group's scale is its unit's scale times an int8 of its own, its *code*, and a min likewise. (The product has more
+digits than a float16. So it is not stored.)
 
 **Words.** A weight of 8 bits is a byte: word `w` has inputs 4w to 4w + 3. Of narrower weights, words 0 to 3 have
 the lowest four bits:
