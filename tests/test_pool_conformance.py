@@ -21,6 +21,7 @@ import phase5_continuous
 import phase6_paged
 import phase7_chunked
 import phase8_prefix
+import phase11_tiered
 from common.engine.reference import ContiguousCache
 from common.kv import KVCapacityError, KVPool, KVShape, Span
 from common.request import Request
@@ -79,6 +80,7 @@ POOLS = {
     **{f"paged-{size}": paged(size) for size in (1, 3, 4, 16, 64)},
     "paged-of-phase-7": paged(16, phase7_chunked.Config),
     **{f"prefix-caching-{size}": paged(size, phase8_prefix.Config, PrefixCachingPool) for size in (1, 4, 16)},
+    "tiered": paged(4, phase11_tiered.Config, phase11_tiered.Pool),
 }  # fmt: skip
 
 

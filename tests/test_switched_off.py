@@ -19,6 +19,7 @@ SWITCHES = {
     "phase7_chunked": ({"use_chunked_prefill": False}, "phase6_paged"),
     "phase8_prefix": ({"enable_prefix_caching": False}, "phase7_chunked"),
     "phase10_speculative": ({"draft_length": 0}, "phase9_pipelined"),
+    "phase11_tiered": ({"kv_tier": None}, "phase10_speculative"),
 }
 TIGHT = {"block_size": 2, "num_blocks": 34}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -35,6 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("phase8_prefix", {"block_size": 8, "num_blocks": 12, "use_chunked_prefill": False}),
     ("phase10_speculative", {"block_size": 4, "num_blocks": 200}),
     ("phase10_speculative", TIGHT | {"pipeline_depth": 1, "prefill_chunk_size": 5}),
+    ("phase11_tiered", TIGHT | {"prefill_chunk_size": 5}),
 ]
 
 

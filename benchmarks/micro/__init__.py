@@ -50,6 +50,7 @@ ENTRIES = {
     "offline": Entry("output tokens a second offline, by nano-vllm's benchmark", "offline.throughput"),
     "pipeline": Entry("a decode step of phase 9 at each depth", "pipeline.depths"),
     "speculative": Entry("a token of phase 10 and of phase 9, by workload", "speculative.compare"),
+    "tiered": Entry("phase 11 and phase 10: restarts, many chats, no repetition", "tiered.compare"),
 }
 
 

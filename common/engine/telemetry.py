@@ -99,6 +99,13 @@ class Counters:
     drafts: int = 0  # requests with guesses, counted in each step
     draft_tokens: int = 0
     accepted_tokens: int = 0  # divided by draft_tokens: the acceptance rate
+    tier_hits: int = 0  # blocks that were read from the file of phase 11
+    tier_declined: int = 0  # blocks that the file had, and that were computed, since that takes less time
+    tier_skipped: int = 0  # blocks that were not written, since the disk was behind
+    tier_failures: int = 0  # blocks that could not be read or written, or came too late
+    tier_read_bytes: int = 0
+    tier_written_bytes: int = 0
+    tier_saved_s: float = 0.0  # time to compute what was read, minus the time of reading
     failed_drafters: int = 0  # times that a drafter raised; its request got no guesses in that step
     busy_s: float = 0.0
 

@@ -18,7 +18,7 @@ from common.engine.requests import Phase
 from phase9_pipelined import Config, Pool, Runner, build_engine as pipelined
 from phase9_pipelined.scheduler import PipelinedScheduler
 
-PHASE = Phase(11, "phase11_copy", "A copy", "phase 9 again")
+PHASE = Phase(12, "phase12_copy", "A copy", "phase 9 again")
 
 
 class Scheduler(PipelinedScheduler):
@@ -34,21 +34,21 @@ from common.llm import LLM
 from infer import main
 
 assert main(["phases"]) == 0
-assert LLM("zoo:llama-tiny", phase=11).generate(["Once"])[0].token_ids
+assert LLM("zoo:llama-tiny", phase=12).generate(["Once"])[0].token_ids
 print("torch's compiler" if "torch._dynamo" in sys.modules else "no compiler")
 """
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The lines of a process in which `phase11_copy`, installed outside of this project, is listed and used."""
+    """The lines of a process in which `phase12_copy`, installed outside of this project, is listed and used."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    package, metadata = folder / "phase11_copy", folder / "phase11_copy-1.dist-info"
+    package, metadata = folder / "phase12_copy", folder / "phase12_copy-1.dist-info"
     package.mkdir()
     metadata.mkdir()
     (package / "__init__.py").write_text(PACKAGE)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: phase11-copy\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[infer.phases]\nphase11_copy = phase11_copy\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: phase12-copy\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[infer.phases]\nphase12_copy = phase12_copy\n")
     path = os.pathsep.join([str(folder), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", ASK],
@@ -64,8 +64,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_a_registered_phase_is_listed_last_and_answers(said: list[str]) -> None:
     *phases, _ = said
-    assert [line.split()[0] for line in phases] == ["4", "5", "6", "7", "8", "9", "10", "11"]
-    assert phases[-1].split(maxsplit=2)[1:] == ["phase11_copy", "phase 9 again"]
+    assert [line.split()[0] for line in phases] == ["4", "5", "6", "7", "8", "9", "10", "11", "12"]
+    assert phases[-1].split(maxsplit=2)[1:] == ["phase12_copy", "phase 9 again"]
 
 
 def test_an_engine_starts_without_torchs_compiler(said: list[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from common.request import Request, SamplingParams
 from tests.identity.comparison import Arrival, Subject, check, check_on, greedy, prompt_of, subject_of
 from tests.identity.poison import Poison
 from tests.identity.table import IN_EVERY_VARIANT, MODELS, PLAIN, VARIANTS, table
+from tests.phase11_tiered.support import reading_pays, stop
 from tests.support.engines import Variant
 from tests.support.grammars import FORMS
 from tests.support.pools import assert_consistent, caching
@@ -214,6 +216,25 @@ def test_a_prefix_hit_gives_the_bits_that_are_computed(
     counters = engine.telemetry.counters
     assert counters.cached_tokens > (0 if memory == "tight" else SYSTEM * 8)
     assert (counters.evictions > 0) == (counters.preemptions > 0) == (memory == "tight")
+
+
+@pytest.mark.parametrize("name", [IN_EVERY_VARIANT, "bf16:llama-tiny"])
+def test_a_hit_in_the_file_gives_the_bits_that_are_computed(name: str, tmp_path: Path) -> None:
+    """The server starts anew before each turn of the conversations, and has memory for few of them."""
+    subject = subject_of(name)
+    if not subject.model.batch_invariant and "bf16" in name:
+        pytest.skip("bfloat16 is not batch invariant here")
+    options = {"block_size": 4, "num_blocks": 60, "kv_tier": tmp_path, "kv_tier_bytes": 2**24}
+    arrivals, hits = first_turns(subject), []
+    for _ in range(3):
+        engine = subject.engine(Variant("phase11_tiered", options), max_seq_len=200)
+        reading_pays(engine)
+        tokens = check_on(engine, subject, arrivals)
+        assert_consistent(caching(engine))
+        hits.append(engine.telemetry.counters.tier_hits)
+        stop(engine)
+        arrivals = next_turns(subject, arrivals, tokens)
+    assert min(hits[1:]) > SYSTEM / 4
 
 
 # ---------------------------------------------------------------------- guesses

@@ -189,12 +189,11 @@ class RememberingModel:
     is_packed = batch_invariant = False
 
     def __call__(self, batch: TokenBatch, view: KVView) -> Tensor:
-        assert self.pool is not None
         layout = view.layout
         self.calls.append(
             Call(layout.query_lengths, layout.kv_lengths, len(batch.token_ids), batch.logit_rows.tolist())
         )
-        store = self.pool.k[0].view(-1)
+        store = view._pool.k[0].view(-1)
         store[view.layout.write_addresses] = batch.token_ids.float() + 1  # 0 marks an unwritten column
         held = (store.int() - 1).tolist()
         size, tables = layout.block_size, layout.block_table.tolist()

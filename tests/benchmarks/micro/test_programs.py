@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
         ("kv_cache --model zoo:llama-tiny --lengths 3 9 --repeats 1", 2),
         ("batch_size --model zoo:llama-tiny --rows 1 3 --repeats 1", 2),
         pytest.param("pipeline --models zoo:llama-tiny --sequences 1 --repeats 1", 1, marks=pytest.mark.slow),
+        pytest.param("tiered --model zoo:llama-tiny --document 160 --turns 1", 3, marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value).split()[0],
 )
