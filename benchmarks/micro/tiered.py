@@ -47,7 +47,8 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]]) -> Found:
         for i, prompt in enumerate(prompts)
     ]
     waiting, live, began_s = list(requests), 0, time.perf_counter()
-    sent_s, first_s = {}, {}
+    sent_s: dict[str, float] = {}
+    first_s: dict[str, float] = {}
     while waiting or live:
         while waiting and live < CLIENTS:
             sent_s[waiting[0].request_id] = time.perf_counter()
