@@ -26,6 +26,7 @@ NEW_TOKENS = 16  # of each answer
 OWN_TOKENS = 48  # new tokens in a turn of a chat
 TURNS = 4  # of each chat
 CLIENTS = 4
+WARM_TOKENS = 8  # of a prompt that is served before the clock runs
 QUIET_S = 0.5  # the file has all blocks if it has grown by none for this long
 
 
@@ -97,7 +98,7 @@ def wait_for_file(engine: Engine) -> None:
 def ask_once(phase: int, folder: str, model: str, document: int) -> Found:
     """Serve a document in a new engine, after a prompt that warms it up."""
     engine = start(phase, folder, model, 2 * document, document)
-    serve(engine, texts(1, 200, seed=2))
+    serve(engine, texts(1, WARM_TOKENS, seed=2))
     found = serve(engine, texts(1, document, seed=1))
     wait_for_file(engine)
     return found
@@ -127,7 +128,7 @@ def unique(phase: int, folder: str, model: str, document: int) -> Found:
     """Serve prompts that have nothing in common, and need more memory than there is."""
     length = document // 16
     engine = start(phase, folder, model, 8 * length, length)
-    serve(engine, texts(1, 200, seed=2))
+    serve(engine, texts(1, WARM_TOKENS, seed=2))
     return serve(engine, texts(32, length, seed=4))
 
 

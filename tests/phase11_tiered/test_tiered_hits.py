@@ -13,7 +13,6 @@ from common.request import Request
 from tests.phase11_tiered.support import ask, engine_of, pool_of, reading_pays, settle, stop, tier_of
 from tests.support.engines import add, assert_all_free, assert_answered, greedy, run, tiny_model
 from tests.support.pools import assert_consistent
-from tests.support.traffic import Traffic, assert_everything_happened, random_traffic
 
 TEXT = [(7 * i + 3) % 240 for i in range(41)]  # ten blocks and a token
 
@@ -264,19 +263,3 @@ def test_a_slow_disk_is_tried_again_after_a_while(tmp_path: Path) -> None:
     assert hits[0] == 0
     assert 40 in hits
     stop(engine)
-
-
-# ---------------------------------------------------------------------- random traffic
-
-
-@pytest.mark.parametrize("depth", [2, 0])
-def test_random_traffic_with_little_memory(tmp_path: Path, depth: int) -> None:
-    options = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3, "pipeline_depth": depth}
-    traffic = Traffic("phase11_tiered", kv_tier=tmp_path, kv_tier_bytes=2**20, **options)
-    reading_pays(traffic.engine)
-    random_traffic(traffic, 2000, seed=1)
-    assert_everything_happened(traffic)
-    counters = traffic.engine.telemetry.counters
-    assert counters.tier_hits > 50
-    assert counters.evictions > 5
-    stop(traffic.engine)

@@ -76,7 +76,7 @@ def both(phase: int, **options: Any) -> tuple[Engine, Engine]:
     options = {"max_seq_len": 64, "max_batch_size": 4} | options
     if phase == 4:
         options["batch_wait_timeout_s"] = 0.0
-    if phase == 10:
+    if phase >= 10:
         options["draft_length"] = 0  # guesses need real text, which the simulator does not have
     real = build(NAMES[phase], clock=Clock(), **options)
     return real, simulate_engine(phase, ONE_SECOND_A_PASS, **options)
