@@ -38,6 +38,7 @@ from phase9_pipelined.state import LaunchedPass
 from tests.support.engines import Variant
 from tests.support.gguf_files import save_gguf
 from tests.support.models import load, read_config
+from tests.support.packed import Kind, quantize_folder
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 384
@@ -178,6 +179,14 @@ def load_in_groups(folder: Path, dtype: torch.dtype) -> CausalLM:
         return load(file, dtype=dtype, max_positions=MAX_POSITIONS, keep_groups=True)
 
 
+def load_gptq(folder: Path, dtype: torch.dtype) -> CausalLM:
+    """Quantize a trained model to four bits, with the inputs of its groups in another order, and load it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        target = Path(temporary) / "quantized"
+        quantize_folder(folder, target, "gptq", Kind(group=32, in_order=False))
+        return load(target, dtype=dtype, max_positions=MAX_POSITIONS, keep_groups=True)
+
+
 @functools.cache
 def subject_of(name: str) -> Subject:
     """Return the model of a line of `MODELS`, packed as in a server."""
@@ -189,6 +198,8 @@ def subject_of(name: str) -> Subject:
         dtype = torch.bfloat16 if "bf16" in kind else torch.float32
         if "gguf" in kind:
             model = load_in_groups(ZOO / f"{architecture}-tiny", dtype)
+        elif "gptq" in kind:
+            model = load_gptq(ZOO / f"{architecture}-tiny", dtype)
         else:
             model = load_model(checkpoint, device=CPU, dtype=dtype, max_positions=MAX_POSITIONS)
     if "int8" in kind:

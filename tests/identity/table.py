@@ -13,7 +13,7 @@ from common.startup.phases import phase_names
 from tests.support.engines import Variant
 
 #: `zoo:` trained weights; `random:` random weights, under which small errors show; `int8:` quantized weights;
-#: `gguf:` weights of four and eight bits in groups.
+#: `gguf:` weights of four and eight bits in groups; `gptq:` groups whose inputs do not lie side by side.
 #: `bf16` computes in bfloat16, whose bits are compared where the model is batch invariant.
 MODELS = (
     "zoo:llama-tiny",
@@ -26,6 +26,7 @@ MODELS = (
     "bf16:gemma3-tiny",
     "int8-bf16:llama-tiny",
     "gguf-bf16:qwen3-tiny",
+    "gptq:qwen3-tiny",
 )
 VARIANTS = [
     Variant("phase4_static", {"batch_wait_timeout_s": 0.0}),
