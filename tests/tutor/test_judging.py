@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tutor.forks import Forks
+from tutor import judging
 from tutor.emptying import set_up
 from tutor.exercise import ROOT, Exercise, Idea, exercise_names, load_exercise
 from tutor.judging import Judgement, hint_for, judge, report
@@ -22,6 +25,17 @@ SOLUTIONS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("h
 HALF_RIGHT = {name: each for name, each in SOLUTIONS.items() if "hint" in each}
 #: Solutions for which a hint would be wrong.
 UNLIKE = {name: each for name, each in SOLUTIONS.items() if "not" in each}
+
+
+@pytest.fixture(scope="module")
+def pytest_is_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with Forks(tmp_path_factory.mktemp("forks") / "output") as forks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judging, "subprocess", forks)
+        yield
+
+
+def judged(test: Any) -> Any:
+    return pytest.mark.slow(pytest.mark.usefixtures("pytest_is_forked")(test))
 
 
 def copy_of(exercise: Exercise, tree: Path) -> Path:
@@ -73,7 +87,7 @@ def judged_up_to_hint(half: dict[str, Any], says: str, tree: Path) -> tuple[Exer
     return exercise, judgement
 
 
-@pytest.mark.slow
+@judged
 @pytest.mark.parametrize("name", NAMES)
 def test_the_original_holds(name: str, tmp_path: Path) -> None:
     exercise = load_exercise(name)
@@ -82,7 +96,7 @@ def test_the_original_holds(name: str, tmp_path: Path) -> None:
     assert len(judgement.held) == sum(len(idea.tests) for idea in exercise.ideas)
 
 
-@pytest.mark.slow
+@judged
 @pytest.mark.parametrize("name", NAMES)
 def test_the_emptied_tree_says_what_it_owes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +117,7 @@ def test_the_emptied_tree_says_what_it_owes(
     assert "to be written: " in said
 
 
-@pytest.mark.slow
+@judged
 @pytest.mark.parametrize("name", HALF_RIGHT)
 def test_a_half_right_solution_gets_its_hint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +128,7 @@ def test_a_half_right_solution_gets_its_hint(
     assert said.startswith(HALF_RIGHT[name]["hint"]), report(exercise, judgement)
 
 
-@pytest.mark.slow
+@judged
 @pytest.mark.parametrize("name", UNLIKE)
 def test_another_mistake_does_not_get_the_hint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +147,7 @@ def test_every_hint_has_a_half_right_solution_that_fits_the_original() -> None:
         half_right(half, (ROOT / half["file"]).read_text())
 
 
-@pytest.mark.slow
+@judged
 def test_a_package_that_cannot_be_imported_is_said(tmp_path: Path) -> None:
     exercise = load_exercise("7")
     tree = copy_of(exercise, tmp_path)
@@ -144,7 +158,7 @@ def test_a_package_that_cannot_be_imported_is_said(tmp_path: Path) -> None:
     assert "cannot be imported" in report(exercise, judgement)
 
 
-@pytest.mark.slow
+@judged
 def test_a_loop_without_end_fails_its_test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tutor.judging.TEST_TIMEOUT_S", 3)
     exercise = load_exercise("8")
