@@ -93,9 +93,9 @@ def test_greedy_texts_are_those_of_transformers(real: RealModel, answers: list[l
     assert sum(map(len, answers)) > 15 * NEW_TOKENS
 
 
-@pytest.mark.parametrize("phase", phase_names()[1:])
-def test_every_phase_writes_the_same(phase: str, real: RealModel, answers: list[list[int]]) -> None:
-    assert greedy(real, phase) == answers
+def test_the_last_phase_writes_the_same(real: RealModel, answers: list[list[int]]) -> None:
+    """The phases between them compute in bfloat16 below, where the same bits are a sharper comparison."""
+    assert greedy(real, phase_names()[-1]) == answers
 
 
 # ---------------------------------------------------------------------- under load
@@ -105,12 +105,13 @@ TIGHT: dict[str, Any] = {"num_blocks": 25, "prefill_chunk_size": 33}
 
 
 def loads() -> list[tuple[str, dict[str, Any]]]:
-    """Every phase as it comes, and once more with those of the tight options that it has."""
+    """Every phase as it comes, and the first and the last with blocks once more with the tight options."""
+    with_blocks = [name for name in phase_names() if "num_blocks" in find_phase(name).Config.model_fields]
     tight = [
         (name, {key: value for key, value in TIGHT.items() if key in find_phase(name).Config.model_fields})
-        for name in phase_names()
+        for name in (with_blocks[0], with_blocks[-1])
     ]
-    return [(name, {}) for name in phase_names()] + [(name, options) for name, options in tight if options]
+    return [*((name, {}) for name in phase_names()), *tight]
 
 
 @pytest.fixture(scope="module")
