@@ -112,9 +112,9 @@ test-slow: .venv/full plots
 test-forms: .venv/full
 	INFER_NATIVE_KERNELS=false OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/identity/test_token_identity.py tests/common/test_models.py
 
-# Needs chromium on the machine.
+# Needs chromium on the machine. Only modules with such tests are imported, which otherwise takes longer than some tests.
 test-browser: .venv/full plots
-	$(BIN)/pytest -n 2 --dist loadfile -m browser
+	$(BIN)/pytest -n 2 --dist loadfile -m browser $$(grep -rl 'mark\.browser' tests)
 
 # One after the other: each starts a cluster. The first are asked of one that stands all the while, the others not beside it.
 test-cluster: .venv/full .venv/cluster

@@ -21,6 +21,8 @@ _begun: set[str] = set()  # tables with a case that has run
 
 @pytest.fixture(autouse=True)
 def holds_for_a_cluster(request: pytest.FixtureRequest) -> None:
+    if "server" not in request.fixturenames:
+        pytest.skip("asks an app or a server of its own, not the cluster")
     if reason := OTHERWISE.get(request.function.__name__):
         pytest.skip(reason)
     callspec = getattr(request.node, "callspec", None)
