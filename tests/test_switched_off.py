@@ -40,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[StepOutput]]]:
+def trace(engine: Engine) -> tuple[list[Any], list[Any], list[list[StepOutput]]]:
     """Run random traffic with cancellations. Returns the plans, the model's calls, and the outputs of each step."""
     plans: list[Any] = []
     execute = engine.runner.execute
@@ -50,7 +50,7 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
         return execute(plan)
 
     engine.runner.execute = recorded  # type: ignore[method-assign]
-    draw = random.Random(seed)
+    draw = random.Random(0)
     told: list[list[StepOutput]] = []
     for _ in range(90):
         if draw.random() < 0.5:
@@ -68,14 +68,13 @@ def trace(engine: Engine, seed: int) -> tuple[list[Any], list[Any], list[list[St
     return plans, model.calls, told
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("phase", "options"), CASES, ids=str)
 def test_without_its_idea_a_phase_computes_what_the_phase_before_computes(
-    phase: str, options: dict[str, Any], seed: int
+    phase: str, options: dict[str, Any]
 ) -> None:
     switch, before = SWITCHES[phase]
     earlier, later = Variant(before, options).build(), Variant(phase, switch | options).build()
-    assert trace(later, seed) == trace(earlier, seed)
+    assert trace(later) == trace(earlier)
     assert later.scheduler.preemptions == earlier.scheduler.preemptions
     assert later.telemetry.counters == dataclasses.replace(
         earlier.telemetry.counters, busy_s=later.telemetry.counters.busy_s

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import benchmarks.environment
+import benchmarks.micro
 from benchmarks.client import Endpoint
 from benchmarks.files import load_runs
 from benchmarks.loadgen import LoadPlan
@@ -16,12 +18,18 @@ from benchmarks.results import Calibration, Generator, Lineup, RequestRecord, Ru
 from benchmarks.workloads import PlannedRequest, PromptWriter
 from common.models.registry import ZOO
 from common.text.tokenizer import Tokenizer
+from tests.support.forked import FORKS
 
 
 @pytest.fixture(autouse=True)
 def quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample the machine's load for a moment only: no test depends on it."""
     monkeypatch.setattr(benchmarks.environment, "SAMPLE_S", 0.01)
+
+
+def processes_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a measurement fork its processes from one that has imported everything."""
+    monkeypatch.setattr(benchmarks.micro, "multiprocessing", SimpleNamespace(get_context=lambda _: FORKS))
 
 
 @pytest.fixture(scope="session")

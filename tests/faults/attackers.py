@@ -24,7 +24,7 @@ from tests.faults.raw_http import Answer, CutError, Target, connect, connect_wit
 
 LONGEST_S = 120.0  # the time after which attacks end by themselves
 PAUSE_S = 0.1
-HOLD_S = 4.0  # the time for which an attacker reads nothing
+HOLD_S = 2.0  # the time for which an attacker reads nothing
 
 COMPLETIONS = "/v1/completions"
 

@@ -23,7 +23,7 @@ ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {
 REFUSALS = {"400", "401", "408", "413", "422", "429", "503"}
 #: Attacks whose connections a server may close: their bytes come too slowly, or are never read.
 MAY_BE_CUT = {"one_byte_chunks", "unread_bytes"}
-ANSWERS_EACH, ATTACKED_S = 2, 5.0
+ANSWERS_EACH, ATTACKED_S = 2, 3.0
 #: Bytes by which a server may grow from the first attack to the second: the allocator keeps freed memory.
 SLACK_BYTES = 128 * 2**20
 

@@ -48,15 +48,15 @@ def settings_of(rows: list[tuple[tuple[float, float, float, float], float]], voc
 
 
 @pytest.mark.parametrize(
-    "vocab",
+    ("vocab", "first"),
     [
-        *(1, 31, MOST_COLUMNS + 1),
-        *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (MOST_COLUMNS, 3 * MOST_COLUMNS - 1)),
+        *((1, 0), (31, 1), (MOST_COLUMNS + 1, 2)),
+        *(pytest.param(MOST_COLUMNS + 1, first, marks=pytest.mark.slow) for first in (0, 1)),
+        *(pytest.param(vocab, 0, marks=pytest.mark.slow) for vocab in (MOST_COLUMNS, 3 * MOST_COLUMNS - 1)),
     ],
 )
-@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_every_filter_draws_what_a_sort_draws(triton_device: str, vocab: int, first: int) -> None:
-    """In the three cases together, each filter has each random number."""
+    """In the three cases of a row of two parts together, each filter has each random number."""
     rows = [(each, (0.0, 0.37, LAST)[(first + i) % 3]) for i, each in enumerate(FILTERS)]
     table, scores = settings_of(rows, vocab), rows_of(len(rows), vocab)
     drawn = draw_triton(scores.to(triton_device), table.to(triton_device)).cpu()

@@ -5,6 +5,7 @@ shapes that are no powers of two). The compiler needs no device, so the check ru
 of its own, because here the kernels may be decorated for the interpreter.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -197,7 +198,7 @@ def compile_few_rows() -> None:
 
 
 def compile_paged_attention() -> None:
-    """Compile paged attention. A program's tile depends on shapes and dtype, and must fit the shared memory."""
+    """Compile paged attention, targets in turn. A tile depends on shapes and dtype; it must fit shared memory."""
     from kernels.paged_attention import SPLIT_COLUMNS, _merge_splits_kernel, _paged_attention_kernel, _tile
 
     whole = {"split_columns": SPLIT_COLUMNS}
@@ -224,24 +225,25 @@ def compile_paged_attention() -> None:
             constants = whole | {"group": group, "tile_rows": tile.rows, "tile_columns": tile.columns}
             constants |= {"head_dim": head_dim, "tile_dim": tile.dims, "decodes": decoding is not None}
             variants.append((_paged_attention_kernel, constants, element, tile.warps, tile.stages))
+    targets = itertools.cycle((80, 80, 90))
     for kernel, constants, element, warps, stages in variants:
+        capability = next(targets)
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
-        for capability, shared_bytes in SHARED_MEMORY_BYTES.items():
-            result = compiled(
-                kernel,
-                constants,
-                element,
-                capability,
-                types,
-                lambda name: name.endswith("_ptr") or name in ROW_STRIDES,
-                **options,
-            )
-            assert result.metadata.shared <= shared_bytes
-            if kernel is _paged_attention_kernel:
-                assert re.search(COPIES_OF_16_BYTES, result.asm["ptx"])
-                assert ("mma." in result.asm["ptx"]) == (element != "fp32")  # on tensor cores
-            # No products and sums are fused, because merges in two kernels must have the same bits.
-            assert not re.search(r"fma\.rn\.f32", result.asm["ptx"]) or element == "fp32"
+        result = compiled(
+            kernel,
+            constants,
+            element,
+            capability,
+            types,
+            lambda name: name.endswith("_ptr") or name in ROW_STRIDES,
+            **options,
+        )
+        assert result.metadata.shared <= SHARED_MEMORY_BYTES[capability]
+        if kernel is _paged_attention_kernel:
+            assert re.search(COPIES_OF_16_BYTES, result.asm["ptx"])
+            assert ("mma." in result.asm["ptx"]) == (element != "fp32")  # on tensor cores
+        # No products and sums are fused, because merges in two kernels must have the same bits.
+        assert not re.search(r"fma\.rn\.f32", result.asm["ptx"]) or element == "fp32"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from benchmarks.micro.decode_step import (
     rows_of,
 )
 from benchmarks.tables import load_tables
+from tests.benchmarks.conftest import processes_are_forks
 
 
 class ScriptedEngine:
@@ -99,7 +100,8 @@ def test_our_last_phase_is_compared_with_transformers() -> None:
 
 
 @pytest.mark.slow
-def test_both_contenders_give_the_same_tokens(tmp_path: Path) -> None:
+def test_both_contenders_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes_are_forks(monkeypatch)
     options = ["--model", "dummy:llama-1m", "--dtype", "float32", "--repeats", "1", "--phase", "5"]
     assert command_line.main(["micro", "decode_step", *options, "--out", str(tmp_path)]) == 0
     (table,) = load_tables(tmp_path)

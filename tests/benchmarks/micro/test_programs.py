@@ -10,6 +10,7 @@ import torch
 import benchmarks.__main__ as command_line
 from benchmarks.micro import batch_size
 from benchmarks.tables import load_tables
+from tests.benchmarks.conftest import processes_are_forks
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: `make gpu` itself is the test"
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.skipif(
 def test_every_row_is_measured(
     words: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    processes_are_forks(monkeypatch)
     for name, small in (("READ_BYTES", 2**20), ("PEAK_ROWS", 8), ("PEAK_SIZE", 128)):
         monkeypatch.setattr(batch_size, name, small)
     assert command_line.main(["micro", *words.split(), "--out", str(tmp_path)]) == 0
