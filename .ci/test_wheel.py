@@ -24,13 +24,15 @@ REQUEST = '{"model": "zoo:llama-tiny", "prompt": "Once upon a time", "max_tokens
 
 
 def check_files(wheel: Path) -> None:
-    """Check that a wheel is at most `LARGEST` bytes, has the trained models, and has no tests, pages or results."""
+    """Check that a wheel is at most `LARGEST` bytes, has models and types, and no tests, pages or results."""
     size = wheel.stat().st_size
     assert size <= LARGEST, f"{wheel.name} has {size / 1e6:.1f} MB"
     names = zipfile.ZipFile(wheel).namelist()
     unwanted = [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/results/"))]
     assert not unwanted, unwanted
     missing = {f"common/zoo/{model}/model.safetensors" for model in MODELS}.difference(names)
+    packages = {name.partition("/")[0] for name in names if name.endswith("/__init__.py")}
+    missing |= {f"{package}/py.typed" for package in packages}.difference(names)
     assert not missing, missing
     print(f"{wheel.name}: {len(names)} files, {size / 1e6:.1f} MB")
 
@@ -50,7 +52,8 @@ class Installed:
         self.environment = {"HOME": str(folder), "PATH": f"{self.bin}:{os.defpath}", "LANG": "C.UTF-8"}
         venv.create(folder / "env", with_pip=True)
         arguments = shlex.split(os.environ.get("PIP_ARGS", ""))
-        pip = [self.bin / "pip", "install", "--quiet", *arguments, "-c", ROOT / "constraints.txt", wheel]
+        pip = [self.bin / "pip", "install", "--quiet", "--no-compile", *arguments]
+        pip += ["-c", ROOT / "constraints.txt", wheel]
         subprocess.run(pip, check=True)
 
     def infer(self, *words: str) -> str:
@@ -102,20 +105,25 @@ def main(wheel: Path) -> None:
         phases = [line.split()[0] for line in installed.infer("phases").splitlines()]
         kernels = Path(folder) / ".cache/infer-phases"
         assert not kernels.exists(), "native kernels are built before the first use"
-        for phase in phases:
+        for phase in (phases[0], phases[-1]):
             log = installed.stream(phase)
             assert SLOWER not in log, log
             assert list(kernels.glob("*/*.so")), log
             print(f"phase {phase}: a stream, native kernels")
+        texts = f"from common.llm import LLM\nfor phase in {phases}:"
+        texts += " assert LLM('zoo:llama-tiny', phase=phase).generate('Once upon a time')[0].text"
+        subprocess.run(
+            [installed.bin / "python", "-c", texts], env=installed.environment, cwd=folder, check=True
+        )
+        print("every phase: a text")
         print(installed.infer("doctor"), end="")
         demo = installed.infer("demo", "--phases", "4")
         assert "tokens/s" in demo, demo
         print("the demo ran")
         installed.hide_the_compiler()
-        for phase in (phases[0], phases[-1]):  # two suffice: kernels are chosen before a phase is loaded
-            log = installed.stream(phase)
-            assert SLOWER in log, log
-            print(f"phase {phase}: a stream, no compiler")
+        log = installed.stream(phases[-1])  # one suffices: kernels are chosen before a phase is loaded
+        assert SLOWER in log, log
+        print(f"phase {phases[-1]}: a stream, no compiler")
 
 
 if __name__ == "__main__":
