@@ -23,6 +23,7 @@ from common.errors import StartupError
 from common.json_file import read_json
 from common.models.layers import CausalLM, Linear
 from common.models.packed import Stored
+from common.models.progress import shown
 from kernels.grouped import Form
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -276,8 +277,8 @@ def fill_from(
         make_groups(model, form_of)
     model.materialise(device)
     held = {spelled(name): rows for name, rows in checkpoint_tensors(model).items()}
-    for name, tensor in stored.items():
-        tensor.read_into(held[name])
+    for name in shown((name, held[name].nbytes) for name in stored):
+        stored[name].read_into(held[name])
 
 
 def _rename(name: str, prefixes: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@
 namespace infer {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 128;  // that meet a block: their sums, 16 kB, stay in the first-level cache
+constexpr int64_t kRowsAtOnce = 128;  // that meet a panel, at most: their sums, 16 kB, stay in the first-level cache
 
 // ---------------------------------------------------------------------- panels
 
@@ -60,23 +60,26 @@ void multiply_panel(
   }
 }
 
-// The same with float32. A panel stays in the second-level cache while the rows meet it, few at a time.
+// The same with float32. A panel stays in the second-level cache while slabs of rows meet it.
 template <int64_t bits>
 void multiply_panel(
     ByFloats&, const Blocks<float>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
     int64_t inputs, float* sums) {
   Factors factors(1 / kByteUnit);
   std::memset(sums, 0, rows * kOutputs * sizeof(float));
-  in_groups<kFloatSums / 2>(rows, [&](auto n, int64_t first) {
-    constexpr int64_t parts = std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2);
-    for (Place at(bytes, panel); at.index < inputs / kInputs; at.advance()) {
-      at.fetch_ahead();
-      factors.read(at);
-      const float *own = x.block(at.index, row + first), *totals = x.sum(at.index, row + first);
-      for (int64_t output = 0; output < kOutputs; output += parts * kWide)
-        add_block<n, parts, bits>(at.words(), panel, factors, own, totals, output, sums + first * kOutputs);
-    }
-  });
+  for (int64_t first = 0; first < rows; first += x.slab)
+    with_constant<ByFloats::kRows>(std::min(x.slab, rows - first), [&](auto n) {
+      constexpr int64_t parts = std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2);
+      for (Place at(bytes, panel); at.index < inputs / kInputs; at.advance()) {
+        if (first == 0) at.fetch_ahead();
+        factors.read(at);
+        const float *own = x.block(at.index, row + first), *totals = x.sum(at.index, row + first);
+        for (int64_t output = 0; output < kOutputs; output += parts * kWide)
+          add_block<n, parts, bits>(
+              at.words() + output * bits, panel, factors.scales[0] + output, factors.mins + output, own, totals,
+              sums + first * kOutputs + output);
+      }
+    });
 }
 
 template <typename By>
@@ -94,15 +97,17 @@ template <typename By, typename From, typename Finish>
 void multiply_all(
     const at::Tensor& x, const at::Tensor& bytes, const at::Tensor& table, int64_t together, const Finish& finish) {
   const Panel* panels = panels_of(table);
-  const int64_t sets = table.size(0) / together, inputs = x.size(1);
-  const Blocks<typename By::T> blocks(x.const_data_ptr<From>(), x.stride(0), x.size(0), inputs);
-  const int64_t chunks = (blocks.rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  constexpr int64_t at_once = kRowsAtOnce / By::kRows * By::kRows;
+  const int64_t sets = table.size(0) / together, inputs = x.size(1), count = x.size(0);
+  const Blocks<typename By::T> blocks(
+      x.const_data_ptr<From>(), x.stride(0), count, inputs, By::padded(count), By::slab(count));
+  const int64_t chunks = (count + at_once - 1) / at_once;
   at::parallel_for(0, chunks * sets, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[2 * kRowsAtOnce * kOutputs];
     By by;
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / sets * kRowsAtOnce, set = task % sets;
-      const int64_t rows = std::min(kRowsAtOnce, blocks.rows - row);
+      const int64_t row = task / sets * at_once, set = task % sets;
+      const int64_t rows = std::min(at_once, count - row);
       for (int64_t i = 0; i < together; ++i)
         multiply(
             by, blocks, row, rows, bytes.const_data_ptr<uint8_t>(), panels[set + i * sets], inputs,
@@ -129,6 +134,50 @@ void multiply_all(
 }
 
 // ---------------------------------------------------------------------- packing
+
+// Adds a field of a block to its values, a byte each: `width` bits of `bytes` bytes, which become bits from `place` on.
+// See `Field` in common/models/gguf/groups.py for the order. Eight bytes are moved at once.
+void add_field(const uint8_t* from, int64_t bytes, int64_t width, int64_t run, int64_t place, uint8_t* to) {
+  constexpr uint64_t kEach = 0x0101010101010101;
+  const auto add = [&](uint64_t found) {
+    uint64_t values;
+    std::memcpy(&values, to, sizeof(values));
+    values |= found << place;
+    std::memcpy(to, &values, sizeof(values));
+    to += sizeof(values);
+  };
+  if (run == 1) {  // single bits: a byte has those of eight neighbours
+    for (int64_t byte = 0; byte < bytes; ++byte)
+      add(((from[byte] * kEach & 0x8040201008040201) + 0x7f * kEach) >> 7 & kEach);
+    return;
+  }
+  for (int64_t begin = 0; begin < bytes; begin += run)
+    for (int64_t shift = 0; shift < 8; shift += width)
+      for (int64_t byte = begin; byte < begin + run; byte += 8) {
+        uint64_t eight;
+        std::memcpy(&eight, from + byte, sizeof(eight));
+        add(eight >> shift & ((1 << width) - 1) * kEach);
+      }
+}
+
+// Blocks [N, blocks, bytes] -> the values in their fields, [N, K]. `fields` has the three numbers of each field.
+void read_fields(const at::Tensor& stored, at::IntArrayRef fields, at::Tensor& values) {
+  const int64_t size = stored.size(2), count = stored.size(0) * stored.size(1), inputs = values.numel() / count;
+  const auto* from = stored.const_data_ptr<uint8_t>();
+  auto* to = values.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, count, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
+    std::memset(to + begin * inputs, 0, (end - begin) * inputs);
+    for (int64_t block = begin; block < end; ++block) {
+      int64_t place = 0;
+      for (size_t i = 0; i < fields.size(); i += 3) {
+        const int64_t width = fields[i + 1];
+        add_field(
+            from + block * size + fields[i], inputs * width / 8, width, fields[i + 2], place, to + block * inputs);
+        place += width;
+      }
+    }
+  });
+}
 
 // The words of a block of one output: 32 numbers, a byte each -> to, a word every 16.
 void pack_block(const uint8_t* from, int64_t bits, int32_t* to) {
@@ -266,6 +315,7 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
   library.def("grouped_linear(Tensor x, Tensor bytes, Tensor table, int outputs, Tensor? bias, bool wide) -> Tensor");
   library.def(
       "grouped_gated_linear(Tensor x, Tensor bytes, Tensor table, int size, Tensor? bias, bool silu) -> Tensor");
+  library.def("read_fields(Tensor stored, int[] fields, Tensor(a!) values) -> ()");
   library.def("pack_words(Tensor values, Tensor(a!) words) -> ()");
   library.def("grouped_rows(Tensor rows, Tensor bytes, Tensor table, int inputs, ScalarType type) -> Tensor");
 }
@@ -273,6 +323,7 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
 TORCH_LIBRARY_IMPL(infer, CPU, library) {
   library.impl("grouped_linear", &grouped_linear);
   library.impl("grouped_gated_linear", &grouped_gated_linear);
+  library.impl("read_fields", &read_fields);
   library.impl("pack_words", &pack_words);
   library.impl("grouped_rows", &grouped_rows);
 }

@@ -141,24 +141,24 @@ int32_t number_at(int64_t input, int32_t zero, const Word& word) {
 
 // ---------------------------------------------------------------------- x
 
-// x in the order in which panels meet it: [blocks, rows, 32] in type T, and each block's sum, [blocks, rows] in
-// float32. Beyond a tile, rows are added up to whole tiles.
+// x in the order in which panels meet it, slab after slab of rows: [slabs, blocks, rows of a slab, 32] in type T, and
+// each block's sum, [slabs, blocks, rows of a slab] in float32. Rows beyond those of x are zeros, up to `padded`.
 template <typename T>
 struct Blocks {
-  int64_t rows, padded;
+  int64_t rows, padded, slab, blocks;
   Buffer<T> numbers;
   Buffer<float> sums;
 
   template <typename From>
-  Blocks(const From* x, int64_t stride, int64_t count, int64_t inputs)
-      : rows(count), padded(count <= kTile / 2 ? count : (count + kTile / 2 - 1) / (kTile / 2) * (kTile / 2)) {
-    const int64_t blocks = inputs / kInputs;
-    numbers.hold(blocks * padded * kInputs);
-    sums.hold(blocks * padded);
+  Blocks(const From* x, int64_t stride, int64_t rows, int64_t inputs, int64_t padded, int64_t slab)
+      : rows(rows), padded(padded), slab(slab), blocks(inputs / kInputs) {
+    const int64_t held = (padded + slab - 1) / slab * slab;
+    numbers.hold(held * inputs);
+    sums.hold(held * blocks);
     at::parallel_for(0, padded, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         for (int64_t block = 0; block < blocks; ++block) {
-          T* to = numbers.data() + (block * padded + row) * kInputs;
+          T* to = numbers.data() + place(block, row) * kInputs;
           float parts[kLanes] = {};
           for (int64_t i = 0; i < kInputs; ++i) {
             const From number = row < rows ? x[row * stride + block * kInputs + i] : From(0.0f);
@@ -168,13 +168,14 @@ struct Blocks {
               to[i] = to_float(number);
             parts[i % kLanes] += to_float(number);
           }
-          sums.data()[block * padded + row] = fold(parts, [](float a, float b) { return a + b; });
+          sums.data()[place(block, row)] = fold(parts, [](float a, float b) { return a + b; });
         }
     });
   }
 
-  const T* block(int64_t index, int64_t row) const { return numbers.data() + (index * padded + row) * kInputs; }
-  const float* sum(int64_t index, int64_t row) const { return sums.data() + index * padded + row; }
+  int64_t place(int64_t block, int64_t row) const { return (row / slab * blocks + block) * slab + row % slab; }
+  const T* block(int64_t index, int64_t row) const { return numbers.data() + place(index, row) * kInputs; }
+  const float* sum(int64_t index, int64_t row) const { return sums.data() + place(index, row); }
 };
 
 // ---------------------------------------------------------------------- float32
@@ -185,9 +186,9 @@ typedef int8_t Bytes __attribute__((vector_size(sizeof(Words))));
 // Returns numbers 4 step to 4 step + 3 of a register of outputs, in the order of `kInputOfByte`: a byte with a sign each.
 // word(i) is the word i of these outputs.
 template <int64_t bits, typename Word>
-Words four_numbers(int64_t step, Bytes zero, const Word& word) {
+Words four_numbers(uint64_t step, Bytes zero, const Word& word) {
   if constexpr (bits == 8) return word(step);
-  const int64_t half = step / 4, w = step % 4;
+  const uint64_t half = step / 4, w = step % 4;
   Words numbers = (word(w) >> 4 * half) & 0x0f0f0f0f;
   for (int64_t bit = 4; bit < bits; ++bit) {
     const Words plane = word(bit) >> (4 * w + half);  // bits 0 and 2 of each half are those of its two bytes
@@ -203,9 +204,8 @@ constexpr int64_t kInputOfByte[4] = {0, bits == 8 ? 1 : 2, bits == 8 ? 2 : 1, 3}
 template <int64_t byte>
 Vector<float> widened_byte(Words words) {
 #if defined(__AVX2__) && !defined(__AVX512F__)  // one instruction instead of two
-  constexpr int32_t kZeros = 0x00808080;
-  const __m256i places = _mm256_broadcastsi128_si256(_mm_set_epi32(
-      (12 + byte) << 24 | kZeros, (8 + byte) << 24 | kZeros, (4 + byte) << 24 | kZeros, byte << 24 | kZeros));
+  constexpr int32_t kZeros = 0x00808080, a = byte << 24 | kZeros, b = a + (4 << 24), c = a + (8 << 24), d = a + (12 << 24);
+  const __m256i places = _mm256_set_epi32(d, c, b, a, d, c, b, a);
   return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(words), places));
 #else
   const Words highest = (words << (24 - 8 * byte)) & 0xff000000;
@@ -215,21 +215,22 @@ Vector<float> widened_byte(Words words) {
 
 constexpr float kByteUnit = 0x1p24f;
 
-// Adds a block's products to sums [rows, 32], for `parts` registers of outputs from `output` on. Numbers are widened in
-// registers, and all rows of x [rows, 32] meet them there. A group's sum adds input after input. Then the group's
-// scale, divided by `kByteUnit`, multiplies it. Not inlined: in a long function the compiler would keep sums in memory.
+// Adds a block's products to sums [rows, 32], for `parts` registers of outputs. Numbers are widened in registers, and
+// all rows of x [rows, 32] meet them there. A group's sum adds input after input. Then the group's scale, divided by
+// `kByteUnit`, multiplies it. Words, scales, mins and sums begin at the first of these outputs. Not inlined: in a long
+// function the compiler would keep sums in memory.
 template <int64_t rows, int64_t parts, int64_t bits>
 __attribute__((noinline)) void add_block(
-    const uint32_t* words, const Panel& panel, const Factors& factors, const float* x, const float* totals,
-    int64_t output, float* sums) {
+    const uint32_t* words, const Panel& panel, const float* scales, const float* mins, const float* x,
+    const float* totals, float* sums) {
   const Bytes zero = Bytes{} + int8_t(panel.zero());
-  const int64_t steps = kInputs / 4 / panel.sums();
-  for (int64_t group = 0; group < panel.sums(); ++group) {
+  const uint64_t steps = panel.groups == 2 ? 4 : 8;
+  for (uint64_t begin = 0; begin < 8; begin += steps, scales += kOutputs) {
     Vector<float> held[rows][parts] = {};
-    for (int64_t step = group * steps; step < (group + 1) * steps; ++step) {
+    for (uint64_t step = begin; step < begin + steps; ++step) {
       Words numbers[parts];
       for (int64_t part = 0; part < parts; ++part) {
-        const int64_t first = output + part * kWide;
+        const int64_t first = part * kWide;
         const uint32_t* own = words + first / kLanes * bits * kLanes + first % kLanes;
         numbers[part] = four_numbers<bits>(step, zero, [&](int64_t index) { return load(own + index * kLanes); });
       }
@@ -243,19 +244,21 @@ __attribute__((noinline)) void add_block(
     }
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t part = 0; part < parts; ++part) {
-        const int64_t place = output + part * kWide;
-        float* to = sums + row * kOutputs + place;
-        auto sum = load(to) + load(factors.scales[group] + place) * held[row][part];
-        if (panel.mins) sum -= load(factors.mins + place) * totals[row];
+        float* to = sums + row * kOutputs + part * kWide;
+        auto sum = load(to) + load(scales + part * kWide) * held[row][part];
+        if (panel.mins) sum -= load(mins + part * kWide) * totals[row];
         store(sum, to);
       }
   }
 }
 
-// Computes with float32.
+// Computes with float32. A slab is the rows of one call.
 struct ByFloats {
   using T = float;
+  static constexpr int64_t kRows = kFloatSums / 2;
 
+  static int64_t padded(int64_t rows) { return rows; }
+  static int64_t slab(int64_t rows) { return std::clamp<int64_t>(rows, 1, kRows); }
   void prepare(const Panel&, int64_t) {}
 };
 
@@ -294,7 +297,13 @@ inline __m512i select(__m512i a, __m512i b, int16_t mask) {
 // the one before it.
 struct ByPairs {
   using T = c10::BFloat16;
+  static constexpr int64_t kRows = kTile;
 
+  // All rows are one slab. Beyond a tile, rows are added up to whole tiles.
+  static int64_t padded(int64_t rows) {
+    return rows <= kTile / 2 ? rows : (rows + kTile / 2 - 1) / (kTile / 2) * (kTile / 2);
+  }
+  static int64_t slab(int64_t rows) { return std::max<int64_t>(padded(rows), 1); }
   void prepare(const Panel&, int64_t) {}
 
   // A block's words [2, bits, 16] -> weights [2 halves, 16 pairs of inputs, 16 outputs, 2].

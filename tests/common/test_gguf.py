@@ -196,9 +196,12 @@ def test_every_type_is_dequantized_some_rows_at_a_time(
 
 @pytest.mark.parametrize("heads", [0, 3])
 @pytest.mark.parametrize("kind", [kind for kind in READABLE if kind not in PLAIN])
+@pytest.mark.parametrize("native", [True, False])
 def test_every_quantized_type_is_read_as_its_own_numbers(
-    kind: str, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: bool, kind: str, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not native:
+        monkeypatch.setattr("common.models.gguf.groups.use_native", lambda _: False)
     rows = 24 if heads else 75
     data = random_blocks(kind, rows=rows, width=512)
     file = save_tensor(tmp_path / "one.gguf", "blk.0.attn_q.weight", data, kind)

@@ -13,7 +13,7 @@ Q6_K               w = d s q         s of 8 bits, with a sign, for 16 weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,9 +21,31 @@ from torch import Tensor
 
 from common.models.gguf.file import GGUFTensor
 from common.models.loader import read_fully
+from kernels.dispatch import use_native
 from kernels.grouped import INPUTS, OUTPUTS, Form, Groups, pack_into
 
 CHUNK_WEIGHTS = 2**20  # brought into panels at once: some megabytes
+
+
+class Field(NamedTuple):
+    """Bits of a block's weights, in bytes from `offset` on.
+
+    In `run` bytes, the lowest `width` bits belong to as many weights, the next bits to the next weights, and so on.
+    Then come the next `run` bytes.
+    """
+
+    offset: int
+    width: int
+    run: int
+
+
+class Factors(NamedTuple):
+    """Scales and mins of rows, as in `Groups`."""
+
+    scales: Tensor
+    mins: Tensor | None = None
+    codes: Tensor | None = None
+    min_codes: Tensor | None = None
 
 
 class Kind(NamedTuple):
@@ -31,11 +53,35 @@ class Kind(NamedTuple):
 
     Attributes:
         form: of its groups.
-        read: takes rows as they are stored, [N, blocks, bytes of a block] uint8, and returns them as groups.
+        factors: takes rows as they are stored, [N, blocks, bytes of a block] uint8, and returns their factors.
+        fields: of the weights, their lowest bits first.
     """
 
     form: Form
-    read: Callable[[Tensor], Groups]
+    factors: Callable[[Tensor], Factors]
+    fields: tuple[Field, ...]
+
+    def read(self, stored: Tensor) -> Groups:
+        """Return rows as groups: [N, blocks, bytes of a block] uint8, contiguous."""
+        inputs = stored.shape[1] * INPUTS * self.form.blocks
+        values = torch.empty(len(stored), inputs, dtype=torch.uint8)
+        if use_native(stored):
+            torch.ops.infer.read_fields(stored, [each for field in self.fields for each in field], values)
+        else:
+            read_fields_reference(stored, self.fields, values)
+        return Groups(values.view(torch.int8) if self.form.bits == 8 else values, *self.factors(stored))
+
+
+def read_fields_reference(stored: Tensor, fields: Sequence[Field], values: Tensor) -> None:
+    """Read fields in torch: [N, blocks, bytes of a block] uint8 -> `values`, [N, K] uint8."""
+    values.zero_()
+    place = 0
+    for offset, width, run in fields:
+        size = values.shape[1] // stored.shape[1] * width // 8
+        own = stored[..., offset : offset + size].reshape(*stored.shape[:2], -1, 1, run)
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8).unsqueeze(-1)
+        values |= ((own >> shifts & 2**width - 1) << place).view(values.shape)
+        place += width
 
 
 def read_into(tensor: GGUFTensor, panels: Tensor) -> None:
@@ -44,7 +90,8 @@ def read_into(tensor: GGUFTensor, panels: Tensor) -> None:
     Raises:
         StartupError: the file ends early.
     """
-    form, read = KINDS[tensor.kind]
+    kind = KINDS[tensor.kind]
+    form = kind.form
     rows, inputs = tensor.shape
     blocks = inputs // (INPUTS * form.blocks)
     # Rows of heads are put in order all together: such matrices are small.
@@ -58,108 +105,53 @@ def read_into(tensor: GGUFTensor, panels: Tensor) -> None:
             if tensor.heads:
                 stored = stored[tensor.order(rows).argsort()]
             end = form.num_bytes(first + count, inputs)
-            pack_into(panels[form.num_bytes(first, inputs) : end], read(stored), form)
+            pack_into(panels[form.num_bytes(first, inputs) : end], kind.read(stored), form)
 
 
-def _halves(stored: Tensor) -> Tensor:
-    """[N, blocks, 2] uint8 -> [N, blocks] float16."""
-    return stored.contiguous().view(torch.float16).squeeze(-1)
-
-
-def _fields(stored: Tensor, width: int) -> Tensor:
-    """Divide bytes into numbers of `width` bits: [..., n] uint8 -> [..., n * 8 / width] uint8.
-
-    First comes the lowest number of every byte, then the next of every byte, and so on. Four bytes are shifted at
-    once: torch has no fast shift for single ones.
-    """
-    fours, mask = stored.contiguous().view(torch.int32), 0x01010101 * (2**width - 1)
-    return torch.cat([((fours >> shift) & mask).view(torch.uint8) for shift in range(0, 8, width)], dim=-1)
-
-
-def _bits(stored: Tensor) -> Tensor:
-    """Return each bit as a byte, the lowest bit of a byte first: [..., n] uint8 -> [..., 8 n] uint8.
-
-    Byte i of a product, eight copies of a byte, keeps bit i.
-    """
-    copies = stored.to(torch.int64) * 0x0101010101010101
-    return (copies & -0x7FBFDFEFF7FBFDFF).view(torch.uint8).ne(0).view(torch.uint8)
-
-
-def _divided(stored: Tensor, size: int) -> Tensor:
-    """[N, blocks, n] -> [N, blocks, n / size, size]."""
-    return stored.reshape(*stored.shape[:2], -1, size)
+def _halves(stored: Tensor, offset: int) -> Tensor:
+    """View the float16 numbers at a byte of each block: [N, blocks, even number of bytes] -> [N, blocks]."""
+    return stored.view(torch.float16)[..., offset // 2]
 
 
 def _rows(values: Tensor) -> Tensor:
-    """[N, …] -> [N, K]."""
-    return values.flatten(1)
+    """[N, …] int8 or uint8 -> [N, …] int8, of two dimensions."""
+    return values.flatten(1).view(torch.int8)
 
 
-def _q4_0(stored: Tensor) -> Groups:
-    return Groups(_rows(_fields(stored[..., 2:], 4)), _halves(stored[..., :2]))
+def _scale(stored: Tensor) -> Factors:
+    return Factors(_halves(stored, 0))
 
 
-def _q4_1(stored: Tensor) -> Groups:
-    return Groups(
-        _rows(_fields(stored[..., 4:], 4)), _halves(stored[..., :2]), mins=-_halves(stored[..., 2:4])
-    )
+def _scale_and_min(stored: Tensor) -> Factors:
+    return Factors(_halves(stored, 0), -_halves(stored, 2))
 
 
-def _q5_0(stored: Tensor) -> Groups:
-    values = _fields(stored[..., 6:], 4) | _bits(stored[..., 2:6]) * 16
-    return Groups(_rows(values), _halves(stored[..., :2]))
-
-
-def _q5_1(stored: Tensor) -> Groups:
-    values = _fields(stored[..., 8:], 4) | _bits(stored[..., 4:8]) * 16
-    return Groups(_rows(values), _halves(stored[..., :2]), mins=-_halves(stored[..., 2:4]))
-
-
-def _q8_0(stored: Tensor) -> Groups:
-    return Groups(_rows(stored[..., 2:]).view(torch.int8), _halves(stored[..., :2]))
-
-
-def _six_bit_codes(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of eight scales and of eight mins: [N, blocks, 12] uint8 -> [N, 8 blocks] int8 each.
+def _six_bit_codes(stored: Tensor) -> Factors:
+    """Return two factors, and the codes of eight scales and of eight mins.
 
     The first four of both have the lower six bits of bytes. The upper two bits of these bytes, and the last four
     bytes, have the others.
     """
-    a, b, c = stored.reshape(*stored.shape[:2], 3, 4).unbind(2)
+    a, b, c = stored[..., 4:16].reshape(*stored.shape[:2], 3, 4).unbind(2)
     scales = torch.cat([a & 63, (c & 15) | (a >> 6) << 4], dim=-1)
     mins = torch.cat([b & 63, (c >> 4) | (b >> 6) << 4], dim=-1)
-    return _rows(scales).view(torch.int8), _rows(mins).view(torch.int8)
+    return Factors(_halves(stored, 0), _halves(stored, 2), _rows(scales), _rows(mins))
 
 
-def _q4_k(stored: Tensor) -> Groups:
-    return _with_codes(_fields(_divided(stored[..., 16:], 32), 4), stored)
-
-
-def _q5_k(stored: Tensor) -> Groups:
-    low = _fields(_divided(stored[..., 48:], 32), 4)
-    return _with_codes(low | (_fields(stored[..., 16:48], 1) * 16).view(low.shape), stored)
-
-
-def _with_codes(values: Tensor, stored: Tensor) -> Groups:
-    codes, min_codes = _six_bit_codes(stored[..., 4:16])
-    return Groups(_rows(values), _halves(stored[..., :2]), _halves(stored[..., 2:4]), codes, min_codes)
-
-
-def _q6_k(stored: Tensor) -> Groups:
-    low = _fields(_divided(stored[..., :128], 64), 4)
-    high = _fields(_divided(stored[..., 128:192], 32), 2)
-    codes = _rows(stored[..., 192:208]).view(torch.int8)
-    return Groups(_rows(low | high * 16), _halves(stored[..., 208:]), codes=codes)
+def _byte_codes(stored: Tensor) -> Factors:
+    return Factors(_halves(stored, 208), codes=_rows(stored[..., 192:208]))
 
 
 #: Every quantized type that is read, by its name.
 KINDS = {
-    "Q4_0": Kind(Form(4), _q4_0),
-    "Q4_1": Kind(Form(4, mins=True), _q4_1),
-    "Q5_0": Kind(Form(5), _q5_0),
-    "Q5_1": Kind(Form(5, mins=True), _q5_1),
-    "Q8_0": Kind(Form(8), _q8_0),
-    "Q4_K": Kind(Form(4, blocks=8, groups=1, mins=True), _q4_k),
-    "Q5_K": Kind(Form(5, blocks=8, groups=1, mins=True), _q5_k),
-    "Q6_K": Kind(Form(6, blocks=8, groups=2), _q6_k),
+    "Q4_0": Kind(Form(4), _scale, (Field(2, 4, 16),)),
+    "Q4_1": Kind(Form(4, mins=True), _scale_and_min, (Field(4, 4, 16),)),
+    "Q5_0": Kind(Form(5), _scale, (Field(6, 4, 16), Field(2, 1, 1))),
+    "Q5_1": Kind(Form(5, mins=True), _scale_and_min, (Field(8, 4, 16), Field(4, 1, 1))),
+    "Q8_0": Kind(Form(8), _scale, (Field(2, 8, 32),)),
+    "Q4_K": Kind(Form(4, blocks=8, groups=1, mins=True), _six_bit_codes, (Field(16, 4, 32),)),
+    "Q5_K": Kind(
+        Form(5, blocks=8, groups=1, mins=True), _six_bit_codes, (Field(48, 4, 32), Field(16, 1, 32))
+    ),
+    "Q6_K": Kind(Form(6, blocks=8, groups=2), _byte_codes, (Field(0, 4, 64), Field(128, 2, 32))),
 }
