@@ -48,6 +48,7 @@ ENTRIES = {
     "int8_speed": Entry("products and passes with int8 weights, beside bfloat16", "int8.speed"),
     "kv_cache": Entry("the next token with a KV cache and without", "kv_cache.steps"),
     "offline": Entry("output tokens a second offline, by nano-vllm's benchmark", "offline.throughput"),
+    "own_bits": Entry("passes with a GGUF file's own bits, beside llama.cpp", "own_bits.speed"),
     "pipeline": Entry("a decode step of phase 9 at each depth", "pipeline.depths"),
     "speculative": Entry("a token of phase 10 and of phase 9, by workload", "speculative.compare"),
     "tiered": Entry("phase 11 and phase 10: restarts, many chats, no repetition", "tiered.compare"),

@@ -23,12 +23,13 @@ Run = Callable[[], object]
 
 
 class Passes:
-    """Builds passes of one model: decode steps after `CONTEXT` cached tokens, and a prompt of `PROMPT` tokens."""
+    """Builds passes of one model: decode steps after `CONTEXT` cached tokens, and a prompt of `tokens`."""
 
-    def __init__(self, model: CausalLM, batch: Sequence[int]) -> None:
+    def __init__(self, model: CausalLM, batch: Sequence[int], tokens: int = PROMPT) -> None:
         self.model = model
+        self.tokens = tokens
         shape = model.config.kv_shape(model.dtype)
-        self.cache = ContiguousCache(shape, model.device, max(CONTEXT + 1, PROMPT), max(batch))
+        self.cache = ContiguousCache(shape, model.device, max(CONTEXT + 1, tokens), max(batch))
         for i in range(max(batch)):
             self.cache.reserve(Request(f"{i}", [0], SamplingParams()), CONTEXT + 1)
         self.cache.advance(Span.exact(slot, 0, CONTEXT) for slot in range(max(batch)))
@@ -37,7 +38,7 @@ class Passes:
         return self._batch([Span.exact(slot, CONTEXT, CONTEXT + 1) for slot in range(count)])
 
     def prompt(self) -> tuple[TokenBatch, KVView]:
-        return self._batch([Span.exact(0, 0, PROMPT)])
+        return self._batch([Span.exact(0, 0, self.tokens)])
 
     def _batch(self, spans: Sequence[Span]) -> tuple[TokenBatch, KVView]:
         view = self.cache.view(spans)
