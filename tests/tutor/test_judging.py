@@ -93,7 +93,8 @@ def test_the_original_holds(name: str, tmp_path: Path) -> None:
     exercise = load_exercise(name)
     judgement = judge(exercise, copy_of(exercise, tmp_path))
     assert judgement.all_hold, report(exercise, judgement)
-    assert len(judgement.held) == sum(len(idea.tests) for idea in exercise.ideas)
+    # Some tests need instructions for bfloat16. The report says which were skipped, and why.
+    assert len(judgement.held) + len(judgement.skipped) == sum(len(idea.tests) for idea in exercise.ideas)
 
 
 @judged
@@ -113,7 +114,8 @@ def test_the_emptied_tree_says_what_it_owes(
     said = report(exercise, judgement)
     for idea in exercise.ideas:
         assert f"{idea.title} " in said
-        assert judgement.unwritten.keys() & set(idea.tests), f"{idea.title} judges nothing that was taken out"
+        judged = judgement.unwritten.keys() | judgement.skipped.keys()
+        assert judged & set(idea.tests), f"{idea.title} judges nothing that was taken out"
     assert "to be written: " in said
 
 
