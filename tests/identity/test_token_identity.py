@@ -240,15 +240,21 @@ def test_a_hit_in_the_file_gives_the_bits_that_are_computed(name: str, tmp_path:
 # ---------------------------------------------------------------------- guesses
 
 
-@pytest.mark.parametrize("subject", ["bf16:llama-tiny"], indirect=True)
 @pytest.mark.parametrize(
-    ("options", "right", "wrong_by"),
+    ("subject", "options", "right", "wrong_by"),
     [
-        ({"draft_length": 15, "draft_rows": 128}, 15, 0),
-        ({"draft_length": 5, "draft_rows": 9, "prefill_chunk_size": 7}, 0, 1),
-        ({"draft_length": 8, "draft_rows": 64, "block_size": 4, "num_blocks": 64}, 2, 1),
-        ({"draft_length": 7, "draft_rows": 64, "pipeline_depth": 0, "mixed_batches": False}, 1, 40),
+        ("bf16:llama-tiny", {"draft_length": 15, "draft_rows": 128}, 15, 0),
+        ("bf16:llama-tiny", {"draft_length": 5, "draft_rows": 9, "prefill_chunk_size": 7}, 0, 1),
+        ("bf16:llama-tiny", {"draft_length": 8, "draft_rows": 64, "block_size": 4, "num_blocks": 64}, 2, 1),
+        (
+            "bf16:llama-tiny",
+            {"draft_length": 7, "draft_rows": 64, "pipeline_depth": 0, "mixed_batches": False},
+            1,
+            40,
+        ),
+        (IN_EVERY_VARIANT, {"draft_length": 8, "draft_rows": 64}, 2, 1),
     ],
+    indirect=["subject"],
     ids=str,
 )
 def test_guesses_change_no_bit(subject: Subject, options: dict[str, Any], right: int, wrong_by: int) -> None:
