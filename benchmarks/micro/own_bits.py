@@ -23,7 +23,7 @@ from common.errors import StartupError
 from common.models.gguf.checkpoint import GGUFCheckpoint
 from common.models.presets import PRESETS
 from common.models.registry import load_model, open_checkpoint
-from kernels.native import load_native_kernels
+from kernels.native import has_products, load_native_kernels
 
 SEQUENCES = (1, 4, 16)
 PROMPT = 1024
@@ -70,7 +70,11 @@ def ours(checkpoint: GGUFCheckpoint, way: str) -> tuple[Measure, int]:
     cpu = torch.device("cpu")
     dtype = resolve_dtype("auto", checkpoint.config.dtype, cpu)
     model = load_model(
-        checkpoint, device=cpu, dtype=dtype, max_positions=PROMPT, keep_groups=way == "own bits"
+        checkpoint,
+        device=cpu,
+        dtype=dtype,
+        max_positions=PROMPT,
+        keep_groups=way == "own bits" and has_products(dtype),
     )
     if way == "int8":
         model.quantize()
