@@ -150,12 +150,9 @@ class TieredPool(PrefixCachingPool):
         return super().reset_prefix_cache()
 
     def counts(self) -> Mapping[str, float]:
-        counts = super().counts()
-        return (
-            counts
-            if self.tier is None
-            else {**counts, **self.tier.counters, "tier_saved_s": self.tier.saved_s}
-        )
+        if self.tier is None:
+            return super().counts()
+        return {**super().counts(), **self.tier.counters, "tier_saved_s": self.tier.saved_s}
 
     # ------------------------------------------------------------------ bytes
 

@@ -62,10 +62,8 @@ class Tier:
         self.saved_s = 0.0  # time to compute what was read, minus the time of reading
         self.read_s = 0.0  # seconds of a block's read, a moving average; 0: none was read
         self._file, self._load = file, load
-        self._places: OrderedDict[bytes, tuple[int, bytes]] = (
-            OrderedDict()
-        )  # key -> place, parent; the oldest first
-        self._free = list(range(file.places))
+        # Key -> place, parent; the block that was used the longest ago comes first.
+        self._places: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
         self._written = 0  # number of the latest write
         for place, header in sorted(file.headers(), key=lambda each: each[1].written):
             self._add(header.key, header.parent, place)
@@ -223,26 +221,25 @@ class Tier:
                 self._changed.notify_all()
 
     def _write(self, key: bytes, parent: bytes, node: Node) -> None:
-        with self._changed:
-            place = self._free.pop() if self._free else self._places.popitem(last=False)[1][0]
-        data = None
         try:
-            data = self._load(node)
-            if data is not None:
+            # Before a place is taken: a block that has left the tree must push no other block out of the file.
+            if (data := self._load(node)) is None:
+                self.counters["tier_skipped"] += 1
+                return
+            with self._changed:
+                place = self._free.pop() if self._free else self._places.popitem(last=False)[1][0]
+            try:
                 self._file.write(place, key, parent, self._written + 1, data)
-        except Exception:
-            data = b""
-            raise
+            except Exception:
+                self._free.append(place)
+                raise
+            with self._changed:
+                self._written += 1
+                self.counters["tier_written_bytes"] += len(data)
+                self._add(key, parent, place)
         finally:
             with self._changed:
                 self._writes.pop(key, None)
-                if data:
-                    self._written += 1
-                    self.counters["tier_written_bytes"] += len(data)
-                    self._add(key, parent, place)
-                else:
-                    self._free.append(place)
-                    self.counters["tier_skipped"] += data is None  # evicted before its turn
 
     def _clear(self) -> None:
         try:

@@ -44,7 +44,10 @@ def tier_of(engine: Engine) -> Tier:
 
 def settle(engine: Engine) -> None:
     """Wait until the file has all that it is to keep."""
-    tier = tier_of(engine)
+    settle_tier(tier_of(engine))
+
+
+def settle_tier(tier: Tier) -> None:
     for _ in range(10_000):
         if not (tier._writes or tier._clearing):
             return

@@ -10,7 +10,20 @@ import pytest
 
 from common.engine.requests import Handling
 from common.request import Request
-from tests.phase11_tiered.support import ask, engine_of, pool_of, reading_pays, settle, stop, tier_of
+from phase8_prefix.tree import Node
+from phase11_tiered.block_file import HEADER_BYTES, BlockFile
+from phase11_tiered.tier import Tier
+from tests.phase11_tiered.support import (
+    SLOW_S,
+    ask,
+    engine_of,
+    pool_of,
+    reading_pays,
+    settle,
+    settle_tier,
+    stop,
+    tier_of,
+)
 from tests.support.engines import add, assert_all_free, assert_answered, greedy, run, tiny_model
 from tests.support.pools import assert_consistent
 
@@ -169,6 +182,23 @@ def warm(folder: Path) -> Any:
     ask(engine, TEXT)
     stop(engine)
     return engine_of(folder)
+
+
+def test_a_block_that_has_left_the_tree_pushes_no_other_out_of_the_file(tmp_path: Path) -> None:
+    """As if the disk was behind, and a block was evicted before its turn."""
+    kept, evicted, before = bytes([1] * 32), bytes([2] * 32), bytes(32)
+    one_place = BlockFile(tmp_path / "blocks.kv", 8, HEADER_BYTES + 8)
+    tier = Tier(one_place, lambda node: None if node.parent is None else b"contents")
+    try:
+        tier.keep(kept, before, Node((1,), 0, Node((), -1, None)))
+        settle_tier(tier)
+        tier.keep(evicted, before, Node((2,), 1, None))
+        settle_tier(tier)
+        assert tier.counters["tier_skipped"] == 1
+        assert tier.fetch([evicted], 0, SLOW_S) is None
+        assert tier.fetch([kept], 0, SLOW_S) is not None
+    finally:
+        tier.close()
 
 
 def test_others_are_computed_while_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
