@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def test_every_row_is_measured(
     words: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes_are_forks(monkeypatch)
+    # Without an effect: a collection would scan the modules of all tests, here and in every later test.
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
     for name, small in (("READ_BYTES", 2**20), ("PEAK_ROWS", 8), ("PEAK_SIZE", 128)):
         monkeypatch.setattr(batch_size, name, small)
     assert command_line.main(["micro", *words.split(), "--out", str(tmp_path)]) == 0
