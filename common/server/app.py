@@ -16,12 +16,11 @@ from common.server.api import chat, completions, messages, responses, tokens
 from common.server.errors import HANDLERS
 from common.server.http.middleware import (
     AllowedHosts,
-    AnswerErrors,
+    Answers,
     ApiKeys,
-    CountAnswers,
     OwnPages,
-    RequestIds,
     RootPath,
+    TooMany,
     cors_settings,
 )
 from common.server.logs import Pulse
@@ -88,18 +87,17 @@ def create_app(
             app.state.paths.append(route.path)
             if "GET" in (route.methods or ()):
                 app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
-    app.add_middleware(AnswerErrors)
     if options.api_key:
         app.add_middleware(ApiKeys, keys=options.api_key)
     elif hosts is not None:
         app.add_middleware(OwnPages, hosts=hosts, origins=options.cors_origin)
-    app.add_middleware(RequestIds)  # outside of both guards, so that their refusals have an id, too
+    app.add_middleware(TooMany)
+    app.add_middleware(Answers, counts=service.answers)  # outside of the guards, whose refusals get ids
     if options.cors_origin:
         app.add_middleware(  # outside of the key check: pages may read refusals, and a preflight request has no key
             CORSMiddleware, **cors_settings(options.cors_origin)
         )
     if options.root_path:
         app.add_middleware(RootPath, root_path=options.root_path)
-    app.add_middleware(CountAnswers, counts=service.answers)
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]  # FastAPI's way to extend it
     return app

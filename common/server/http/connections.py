@@ -12,36 +12,32 @@ uvicorn itself has a timeout for the wait between two requests, and no others.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
-import time
+import sys
 from collections import Counter
 from typing import Any
 
 import h11
 import orjson
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from common.errors import ShuttingDownError
-from common.server.errors import ApiError, from_exception, unavailable
-from common.server.http.middleware import OPEN_PATHS, Guard, ip_address, without_root
+from common.server.errors import ApiError, from_exception
+from common.server.http.middleware import TOO_MANY, ip_address
 from common.server.http.sockets import SPARE_CONNECTIONS
 from common.server.logs import log_refusal
 from common.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-#: Timeouts of a connection beyond the bound on their number, in seconds: for a request's head, and between
-#: requests.
-SPARE_TIMEOUT_S = 5.0
 #: If a client takes fewer bytes than this of its answer within `--send-timeout`, its connection is closed. The time
 #: runs while over 64 KiB wait for the client, until 16 KiB are left.
 MUST_TAKE_BYTES = 48 * 1024
-#: Bytes of a request's head at the most.
+#: Bytes of a request's head that may wait for the rest of the head.
 MAX_HEAD_BYTES = 16 * 1024
 
 #: A body may come in this many pieces (HTTP chunks or packets) of any size. With more pieces, the body must have
@@ -49,14 +45,11 @@ MAX_HEAD_BYTES = 16 * 1024
 FREE_BODY_PIECES = 64
 MEAN_PIECE_BYTES = 512
 
-#: Bytes of a body after which its connection is closed. The app answers 413 long before. The connection then stays
-#: open and drops the body's rest, because most clients write their whole request before they read.
-MOST_DROPPED_BYTES = 16 * 2**20
-
-#: Seconds between two warnings about too many connections, at least.
-WARN_EVERY_S = 10.0
-#: Most seconds that a client may go on sending after its request was refused here.
-LINGER_S = 2.0
+#: Code and message of the errors for bytes that exceed a bound, by the status that the parser's error has.
+BEYOND = {
+    413: ("too_many_pieces", "the body came in too many pieces for its bytes: send larger chunks"),
+    431: ("head_too_large", f"the request's first line and headers have more than {MAX_HEAD_BYTES} bytes"),
+}
 
 
 class Config(uvicorn.Config):
@@ -85,118 +78,32 @@ class Config(uvicorn.Config):
         self.options = options
         self.answers = answers
         self.addresses: Counter[str] = Counter()  # number of connections of each address
-        self._last_warning_s = -WARN_EVERY_S
-
-    def excess(self, connections: int, address: str | None) -> int:
-        """Return by how many of the open connections the bound on all, or that on one address, is exceeded.
-
-        The larger excess is returned; 0 or less: there is none. Logs a warning if there is, at most one in
-        `WARN_EVERY_S` seconds: a client may open thousands of connections.
-        """
-        most = self.options.max_connections
-        most_of_one = self.options.max_connections_per_address or most // 2
-        excess = connections - most
-        says = f"{most} connections are open, the most that --max-connections allows"
-        if address is not None and self.addresses[address] - most_of_one > excess:
-            excess = self.addresses[address] - most_of_one
-            says = f"{most_of_one} connections of {address} are open, the most that "
-            says += "--max-connections-per-address allows"
-        if excess > 0 and time.monotonic() - self._last_warning_s >= WARN_EVERY_S:
-            self._last_warning_s = time.monotonic()
-            logger.warning("%s: more are refused", says)
-        return excess
 
 
 class BoundedParser(h11.Connection):
-    """h11's HTTP parser for a server's connection, with bounds on a request's head and on the pieces of its body.
+    """h11's HTTP parser for a server's connection, with a bound on the pieces of a request's body.
 
     A body may come in chunks of one byte, and each chunk is an event of the parser: 256 KiB of them come in one
     read and take 0.2 s to parse, in which no other client is served.
-
-    h11 bounds only a head that comes in several packets. One that comes whole is measured here, so that the same
-    request always gets the same answer.
     """
 
-    def __init__(self, max_head_bytes: int) -> None:
-        super().__init__(h11.SERVER, max_head_bytes)
-        self._max_head_bytes = max_head_bytes
-        self.refusal: ApiError | None = None  # for a head that is too large, or a body in too many pieces
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._pieces = 0
         self._body_bytes = 0
-        self._is_chunked = False  # whether the answer is sent in HTTP chunks
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Parse and return the next event. Raises h11.RemoteProtocolError for bytes that are no HTTP or exceed a
         bound."""
-        in_head = self.their_state is h11.IDLE
-        try:
-            event = super().next_event()
-        except h11.RemoteProtocolError as error:
-            if in_head and error.error_status_hint == 431:  # request header fields too large
-                raise self._head_too_large() from None
-            raise
+        event = super().next_event()
         if isinstance(event, h11.Request):
-            if head_bytes(event) > self._max_head_bytes:
-                raise self._head_too_large()
             self._pieces = self._body_bytes = 0
         elif isinstance(event, h11.Data):
-            self._count_piece(len(event.data))
+            self._pieces += 1
+            self._body_bytes += len(event.data)
+            if self._pieces > FREE_BODY_PIECES + self._body_bytes // MEAN_PIECE_BYTES:
+                raise h11.RemoteProtocolError("too many pieces", error_status_hint=413)
         return event
-
-    def _count_piece(self, size: int) -> None:
-        self._pieces += 1
-        self._body_bytes += size
-        if self._pieces > FREE_BODY_PIECES + self._body_bytes // MEAN_PIECE_BYTES:
-            says = f"{self._body_bytes} bytes of the body came in {self._pieces} pieces: send larger chunks"
-            raise self._refused(413, says, "too_many_pieces")
-        if self._body_bytes > MOST_DROPPED_BYTES:
-            raise h11.RemoteProtocolError("the rest of the body is too large to be dropped")
-
-    def _head_too_large(self) -> h11.RemoteProtocolError:
-        says = f"the request's first line and headers have more than {self._max_head_bytes} bytes"
-        return self._refused(431, says, "head_too_large")
-
-    def _refused(self, status: int, message: str, code: str) -> h11.RemoteProtocolError:
-        """Keep the error for the client as `refusal`, and return the error to raise."""
-        self.refusal = ApiError(status, message, code=code)
-        return h11.RemoteProtocolError(message)
-
-    def send(self, event: Any) -> Any:
-        """Return the bytes of an event of the answer. A stream's bytes, which change no state of the parser, are
-        framed here, without h11's dozen function calls for each token."""
-        if type(event) is h11.Data and self._is_chunked and event.data and self.our_state is h11.SEND_BODY:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
-        sent = super().send(event)
-        if type(event) is h11.Response:
-            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
-        return sent
-
-
-def head_bytes(request: h11.Request) -> int:
-    """Return the bytes of a request's head, without spaces that its meaning does not need."""
-    first_line = len(request.method) + len(request.target) + len(b"  HTTP/1.1\r\n")
-    return first_line + sum(len(name) + len(value) + len(b": \r\n") for name, value in request.headers) + 2
-
-
-class TooMany(Guard):
-    """Refuses requests on connections beyond the bound on their number."""
-
-    def __init__(self, app: ASGIApp, config: Config) -> None:
-        super().__init__(app)
-        self._config = config
-
-    def refusal(self, scope: Scope) -> ApiError | None:
-        if without_root(scope["path"], self._config.options.root_path) in OPEN_PATHS:
-            return None
-        refusal = unavailable(
-            "too many connections are open, of all clients or of one address (the server's options "
-            "--max-connections and --max-connections-per-address); try again shortly",
-            code="too_many_connections",
-            retry_after_s=1,
-        )
-        refusal.headers["Connection"] = "close"
-        self._config.answers[refusal.status, refusal.code] += 1
-        return refusal
 
 
 class Connection(H11Protocol):
@@ -212,28 +119,25 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn: BoundedParser = BoundedParser(config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
+        self.conn = BoundedParser()
         self._address: str | None = None
-        self._receive_s = config.options.body_timeout
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole
         self._sending: asyncio.TimerHandle | None = None  # ends an answer that is not taken
-        self._is_refused = False  # the client's bytes are dropped until the connection is closed
-
-    # ------------------------------------------------------------------ opened and closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._address = None if self.client is None else counted_address(self.client[0])
+        options = self.config.options
+        excess = len(self.connections) - options.max_connections
         if self._address is not None:
             self.config.addresses[self._address] += 1
-        excess = self.config.excess(len(self.connections), self._address)
+            most = options.max_connections_per_address or options.max_connections // 2
+            excess = max(excess, self.config.addresses[self._address] - most)
         if excess > SPARE_CONNECTIONS:
             transport.abort()
             return
         if excess > 0:
-            self.app = TooMany(self.app, self.config)
-            self._receive_s = SPARE_TIMEOUT_S
-            self.timeout_keep_alive = SPARE_TIMEOUT_S  # type: ignore[assignment]  # see `Config`
+            self.app_state = {**self.app_state, TOO_MANY: True}  # copied into the state of each request
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -242,15 +146,12 @@ class Connection(H11Protocol):
             self.config.addresses[self._address] -= 1
             self.config.addresses += Counter()  # drops addresses without a connection
         self._unset_keepalive_if_required()
-        self._stop_receiving()
-        self._stop_sending()
-
-    # ------------------------------------------------------------------ requests that come slowly, or never
+        for timer in filter(None, (self._receiving, self._sending)):
+            timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
-            self._watch()
+        super().data_received(data)
+        self._watch()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -260,42 +161,41 @@ class Connection(H11Protocol):
         """Run a timer while a request comes, and another while none has begun to come."""
         state, is_closing = self.conn.their_state, self.transport.is_closing()
         begun = state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0])
-        if is_closing or not begun:
-            self._stop_receiving()
-        elif self._receiving is None:
-            self._receiving = self.loop.call_later(self._receive_s, self._on_late)
+        if self._receiving is not None and (is_closing or not begun):
+            self._receiving.cancel()
+            self._receiving = None
+        elif self._receiving is None and begun and not is_closing:
+            self._receiving = self.loop.call_later(self.config.options.body_timeout, self._on_late)
         if state is h11.IDLE and not begun and not is_closing and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
-
-    def _stop_receiving(self) -> None:
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
 
     def _on_late(self) -> None:
         """Answer 408 if a request's head has not come in time, and close the connection if the rest of a body has
         not come after its answer. While the app reads a body, it has a deadline of its own."""
         self._receiving = None
         if self.conn.our_state is h11.IDLE:
-            late = f"the request did not come within {self._receive_s:g} s"
+            late = f"the request did not come within {self.config.options.body_timeout:g} s"
             self._refuse(ApiError(408, late, code="request_timeout"))
         elif self.conn.our_state is h11.DONE:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection, because its bytes are not HTTP or exceed a bound of `BoundedParser`. If no answer
-        has begun, send the error first."""
+        """Close the connection: the parser has raised an error. If no answer has begun, send the error first."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(self.conn.refusal or ApiError(400, msg, code="invalid_http"))
+            error = sys.exception()
+            status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+            code, says = BEYOND.get(status, ("invalid_http", msg))
+            self._refuse(ApiError(status if status in BEYOND else 400, says, code=code))
         else:
-            self._end_request()
             self.transport.close()
 
     def _refuse(self, refusal: ApiError) -> None:
         """Answer with an error, without the app, and close the connection."""
-        self._end_request()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the app's own answer is not sent any more
+            self.cycle.message_event.set()
         log_refusal(refusal, refusal.status, refusal, client=self.client[0] if self.client else None)
         self.config.answers[refusal.status, refusal.code] += 1
         body = orjson.dumps(refusal.body())
@@ -305,22 +205,10 @@ class Connection(H11Protocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        for event in (
-            h11.Response(status_code=refusal.status, headers=headers),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
+        head = h11.Response(status_code=refusal.status, headers=headers)
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # A socket that is closed while bytes of the client wait in it resets the connection, and the client may
-        # lose the answer. So the client's bytes are dropped until it closes the connection.
-        self._is_refused = True
-        self._stop_receiving()
-        self.flow.resume_reading()
-        # TLS cannot close one direction only: there, the client finds the end of the answer by its length.
-        if self.transport.can_write_eof():
-            with contextlib.suppress(OSError):  # reset by the client: `connection_lost` follows
-                self.transport.write_eof()
-        self.loop.call_later(min(LINGER_S, self._receive_s), self.transport.close)
+        self.transport.close()
 
     def shutdown(self) -> None:
         """Close the connection when its answer is sent, because the server shuts down. A request whose body has not
@@ -330,30 +218,18 @@ class Connection(H11Protocol):
         else:
             super().shutdown()
 
-    def _end_request(self) -> None:
-        """Tell the app, if it has a request of this connection, that the client has left."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-
-    # ------------------------------------------------------------------ answers that are not taken
-
     def pause_writing(self) -> None:
         super().pause_writing()
         self._watch_sending()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_sending()
+        if self._sending is not None:
+            self._sending.cancel()
 
     def _watch_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         self._sending = self.loop.call_later(self.config.options.send_timeout, self._on_unread, unsent)
-
-    def _stop_sending(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
 
     def _on_unread(self, unsent: int) -> None:
         """Close the connection if the client took too little of its answer in time, or else watch on. `unsent` is

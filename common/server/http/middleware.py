@@ -1,7 +1,7 @@
 """ASGI middleware, in the order in which a request meets it.
 
-Answers are counted. A proxy's path prefix is stripped, and the request gets an id. Clients without a key, and pages
-of other sites, are turned away. Unexpected errors of the app are answered.
+A proxy's path prefix is stripped. The request gets an id, its answer is counted, and an unexpected error of the app
+is answered. Clients on too many connections, clients without a key, and pages of other sites are turned away.
 
 A page that a user opens can send requests to every server that the user's machine reaches, this one included. A
 browser lets the page read answers only if both have one origin. There are two ways around that. `OwnPages` closes
@@ -16,7 +16,6 @@ both on a server without keys:
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import re
 import secrets
@@ -37,12 +36,15 @@ from common.server.errors import (
     internal_error,
     is_anthropics,
     shorten,
+    unavailable,
 )
 from common.server.logs import log_refusal
 
 #: Paths that need no key. They tell nothing about requests, and monitoring has no key. A browser that opens the
 #: page has none either: the page asks for it, and sends it with its requests.
 OPEN_PATHS = frozenset({"/", "/health", "/health/", "/ready", "/metrics", "/openai/metrics", "/version"})
+
+TOO_MANY = "too_many_connections"  # in the state of requests on connections beyond the bound on their number
 
 REQUEST_ID = "x-request-id"
 IGNORED = "x-infer-ignored"  # header: paths of the body's fields that the server does not know
@@ -66,41 +68,18 @@ class Middleware(ABC):
         """Answer a request, or pass it on to the app."""
 
 
-class CountAnswers(Middleware):
-    """Counts the answers by status and error code, which the app puts into the request's state. The code of an
-    answer without an error is empty."""
-
-    def __init__(self, app: ASGIApp, counts: Counter[tuple[int, str]]) -> None:
-        super().__init__(app)
-        self._counts = counts
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope.setdefault("state", {})
-
-        async def send_and_count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._counts[message["status"], state.get("error_code", "")] += 1
-            await send(message)
-
-        await self.app(scope, receive, send_and_count)
-
-
 class RootPath(Middleware):
-    """Strips a proxy's prefix from paths (`without_root`)."""
+    """Strips a proxy's prefix from paths, which the proxy may have stripped already."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         super().__init__(app)
         self._root_path = root_path
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app({**scope, "path": without_root(scope["path"], self._root_path)}, receive, send)
-
-
-def without_root(path: str, root_path: str) -> str:
-    """Return a path without a proxy's prefix, which the proxy may have stripped already."""
-    if path == root_path or path.startswith(root_path + "/"):
-        return path.removeprefix(root_path) or "/"
-    return path
+        path, root_path = scope["path"], self._root_path
+        if path == root_path or path.startswith(root_path + "/"):
+            path = path.removeprefix(root_path) or "/"
+        await self.app({**scope, "path": path}, receive, send)
 
 
 def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
@@ -114,30 +93,36 @@ def cors_settings(origins: Sequence[str]) -> dict[str, Any]:
     }
 
 
-class RequestIds(Middleware):
-    """Gives every answer the `x-request-id` of its request, or a generated one, and names ignored fields.
+class Answers(Middleware):
+    """Gives every answer the `x-request-id` of its request, or a generated one, names ignored fields, and counts
+    answers by status and error code. Answers 500 to an exception that no handler takes, and logs it.
+
+    Starlette's own middleware for such exceptions is outside all others, so its answers lack id and CORS headers.
+    It also raises the exception again, and uvicorn closes the connection: a client that sends its next request at
+    that moment loses it.
 
     Sets `request_id` in the request's state, and `named`: whether the request came with it. A route puts the text
-    of `x-infer-ignored` into the state, as `ignored`.
+    of `x-infer-ignored` into the state, as `ignored`. An error's answer has put its code there, as `error_code`.
     """
+
+    def __init__(self, app: ASGIApp, counts: Counter[tuple[int, str]]) -> None:
+        super().__init__(app)
+        self._counts = counts
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID)
-        if given is not None and _REQUEST_ID_FORM.fullmatch(given) is None:
-            refusal = ApiError(
-                400,
-                f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
-                code="invalid_request_id",
-            )
-            await refuse(refusal, scope, receive, send)
-            return
-        request_id = given or uuid.uuid4().hex
+        is_valid = given is None or _REQUEST_ID_FORM.fullmatch(given) is not None
+        request_id = given if given is not None and is_valid else uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        state["named"] = given is not None
+        state["named"] = request_id == given
         state["request_id"] = request_id
+        begun = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
+                self._counts[message["status"], state.get("error_code", "")] += 1
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID] = request_id
                 if "ignored" in state:
@@ -146,7 +131,20 @@ class RequestIds(Middleware):
                     headers[MESSAGES_REQUEST_ID] = request_id
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        if not is_valid:
+            refusal = ApiError(
+                400,
+                f"{REQUEST_ID} is up to 128 characters of ASCII without spaces",
+                code="invalid_request_id",
+            )
+            await refuse(refusal, scope, receive, send_with_id)
+            return
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            if begun:  # the HTTP server closes the connection, so that the client sees that its answer is cut
+                raise
+            await refuse(internal_error(), scope, receive, send_with_id, error=error)
 
 
 class Guard(Middleware):
@@ -164,18 +162,35 @@ class Guard(Middleware):
             await refuse(refusal, scope, receive, send)
 
 
-class ApiKeys(Guard):
-    """Refuses requests without one of the server's keys as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.
+class TooMany(Guard):
+    """Refuses requests on connections beyond the bound on their number, which have `TOO_MANY` in their state."""
 
-    The digests of all keys are compared, so the time that it takes reveals nothing about a key.
-    """
+    def refusal(self, scope: Scope) -> ApiError | None:
+        if TOO_MANY not in scope["state"]:
+            return None
+        refusal = unavailable(
+            "too many connections are open, of all clients or of one address (the server's options "
+            "--max-connections and --max-connections-per-address); try again shortly",
+            code="too_many_connections",
+            retry_after_s=1,
+        )
+        refusal.headers["Connection"] = "close"
+        return refusal
+
+
+class ApiKeys(Guard):
+    """Refuses requests without one of the server's keys as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         super().__init__(app)
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = [key.encode() for key in keys]
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        if self._has_key(Headers(scope=scope)):
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        sent = [each.strip().encode("latin-1") for each in given]  # the headers' bytes as they came
+        if any(secrets.compare_digest(key, each) for key in self._keys for each in sent):
             return None
         return ApiError(
             401,
@@ -184,17 +199,6 @@ class ApiKeys(Guard):
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        keys = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        given = [_digest(key.strip().encode("latin-1")) for key in keys]  # the headers' bytes as they came
-        same = [secrets.compare_digest(digest, each) for digest in given for each in self._digests]
-        return any(same)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class OwnPages(Guard):
@@ -291,37 +295,13 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-class AnswerErrors(Middleware):
-    """Answers 500 to an exception that no handler takes, and logs it.
-
-    Starlette's own middleware for this is outside all others, so its answers lack id and CORS headers. It also
-    raises the exception again, and uvicorn closes the connection: a client that sends its next request at that
-    moment loses it.
-    """
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_and_note)
-        except Exception as error:
-            if begun:  # the HTTP server closes the connection, so that the client sees that its answer is cut
-                raise
-            await refuse(internal_error(), scope, receive, send, error=error)
-
-
 async def refuse(
     refusal: ApiError, scope: Scope, receive: Receive, send: Send, *, error: Exception | None = None
 ) -> None:
     """Send a refusal instead of the app's answer, and log it, with the traceback of `error` if there is one."""
     state = scope.setdefault("state", {})
     state["error_code"] = refusal.code
-    request_id = state.get("request_id")  # None if the client's own id was refused
+    request_id = state.get("request_id")  # None in the front of a cluster
     log_refusal(refusal, refusal.status, error or refusal, client=client_of(scope), request_id=request_id)
     await error_response(scope["path"], refusal, request_id)(scope, receive, send)
 

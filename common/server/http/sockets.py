@@ -110,29 +110,17 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 
 
 def allow_open_files(connections: int) -> int:
-    """Raise the process's limit of open files, if necessary, so that `connections` clients can be connected.
-
-    Returns `connections`, or the number that the limit allows if it cannot be raised high enough.
-    """
+    """Raise the process's limit of open files as far as the system allows. Returns how many clients can then be
+    connected: `connections`, or fewer."""
     if sys.platform == "win32":
         return connections
     import resource
 
-    others = SPARE_CONNECTIONS + OTHER_FILES
-    needed = connections + others
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    possible = max(1, most - SPARE_CONNECTIONS - OTHER_FILES)
+    if most == resource.RLIM_INFINITY or possible >= connections:
         return connections
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed == needed:
-        return connections
-    possible = max(1, allowed - others)
-    logger.warning(
-        "--max-connections %d would need %d open files, and this process may have %d (ulimit -Hn): %d connections",
-        connections,
-        needed,
-        allowed,
-        possible,
-    )
+    says = "--max-connections %d is too many for the %d open files of this process (ulimit -Hn): at most %d"
+    logger.warning(says, connections, most, possible)
     return possible
