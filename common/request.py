@@ -427,10 +427,7 @@ class Request:
 
     @property
     def wants_token(self) -> bool:
-        """Whether to compute a next token: the request decodes and has fewer than `max_total_tokens` tokens, and it
-        is the turn of its grammar, if it has one."""
-        if self.matcher is not None and not self.matcher.has_turn:
-            return False
+        """Whether to compute a next token: the request decodes and has fewer than `max_total_tokens` tokens."""
         return self.state is RequestState.DECODE and self.num_tokens < self.max_total_tokens
 
     @property

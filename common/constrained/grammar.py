@@ -8,8 +8,15 @@ Grammar ──compile──> Matcher ──mask──> a bit for each token: may
 
 A matcher's state depends only on the tokens it has advanced by. So its mask may be read any number of times, and a
 preemption between two tokens does not change the mask. The library llguidance computes the masks: its parser walks
-a grammar and a trie of the vocabulary together. Masks are computed in threads of their own
-(`common.constrained.mask_threads`).
+a grammar and a trie of the vocabulary together.
+
+Masks are computed by a few threads while the engine's thread does other work. The native call that computes a mask
+releases the interpreter's lock, so both run in parallel:
+
+```text
+engine's thread   [commit token 7][plan][ forward pass of token 8 ......... ][wait][sample]
+mask thread                  [ mask of token 8 ... ]
+```
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +36,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -38,14 +47,15 @@ from pydantic_core import from_json
 from common.constrained import schemas
 from common.constrained import trial as grammar_trial
 from common.constrained.allowed_tokens import Mask, without_tokens
-from common.constrained.mask_share import MaskShare
-from common.constrained.mask_threads import MaskThreads, Work
 from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from common.text.tokenizer import Tokenizer
 
 #: The longest text of a grammar. The compiled grammar takes about a hundred times as many bytes.
 MAX_GRAMMAR_CHARACTERS = 65_536
+
+#: Number of threads that compute masks.
+MASK_THREADS = min(4, os.cpu_count() or 1)
 
 #: Number of verdicts that are cached: clients send the same few grammars again and again, valid or not.
 VERDICTS_KEPT = 1024
@@ -133,15 +143,9 @@ class Matcher:
     Attributes:
         words: number of 32-bit words in a mask.
         complete: True if no token can follow the tokens so far.
-        has_turn, last_turn: see `common.constrained.mask_share`.
     """
 
-    def __init__(
-        self, backend: llguidance.LLMatcher, vocab_size: int, threads: MaskThreads, share: MaskShare
-    ) -> None:
-        self.has_turn = True
-        self.last_turn = 0
-        self._share = share
+    def __init__(self, backend: llguidance.LLMatcher, vocab_size: int, threads: ThreadPoolExecutor) -> None:
         self._forced: deque[int] = deque()  # tokens known to be forced, from the next one on
         self._looks_for_forced = True
         self.words = -(-vocab_size // 32)
@@ -151,24 +155,13 @@ class Matcher:
         self._budget = MaskBudget(vocab_size)
         self._mask_s = 0.0  # processor time of the latest mask
         self._mask = np.zeros(self.words, dtype=np.uint32)
-        self._filling: Work | None = None  # computes `_mask`; owns the backend while it runs
+        self._filling: Future[float] | None = None  # computes `_mask`; owns the backend while it runs
         self._failure: str | None = None
-
-    @property
-    def mean_s(self) -> float:
-        """Seconds that a token may take, by the answer's budget."""
-        return self._budget.mean_s
-
-    @property
-    def pace_s(self) -> float | None:
-        """Seconds that a token takes, by the latest token and the mean of all; None: no token has come."""
-        mean_s = self._budget.taken_s
-        return None if mean_s is None else max(mean_s, self._mask_s)
 
     def begin_mask(self) -> None:
         """Start computing the next token's mask in another thread, unless it was started before."""
         if self._filling is None and self._failure is None:
-            self._filling = self._threads.start(self._fill)
+            self._filling = self._threads.submit(_timed, self._fill)
 
     def mask(self) -> Mask:
         """Return the mask of allowed next tokens: [words], valid until `advance`. Blocks until it is computed.
@@ -176,8 +169,8 @@ class Matcher:
         Token i is allowed if bit i % 32 of word i // 32 is set.
 
         Raises:
-            GrammarFailedError: the grammar has exceeded its limits, or its masks have taken more processor time
-                than their budget. From then on `advance` raises the same error.
+            GrammarFailedError: the grammar has exceeded its limits, or has failed before. From then on `advance`
+                raises the same error.
         """
         self.begin_mask()
         self._wait()
@@ -212,35 +205,29 @@ class Matcher:
         """
         self._wait()
         if not self._forced and self._looks_for_forced:
-            began_s = time.thread_time()
-            self._forced.extend(self._backend.compute_ff_tokens())
-            taken_s = time.thread_time() - began_s
-            self._share.spend(taken_s)
-            self._looks_for_forced = taken_s <= self.mean_s
+            taken_s = _timed(lambda: self._forced.extend(self._backend.compute_ff_tokens()))
+            self._looks_for_forced = taken_s <= self._budget.mean_s
         return list(itertools.islice(self._forced, limit))
 
     def guessed_masks(self, guesses: Sequence[int]) -> Sequence[Mask]:
-        """Return a mask for the token after each of these guesses: [words] each. The list ends before a guess that
-        completes the text. The matcher's state does not change. Blocks until the masks are computed.
+        """Compute and return a mask for the token after each of these guesses: [words] each. The list ends before a
+        guess that completes the text. The matcher's state does not change.
+
+        The masks' time is not charged to the budget: an answer must not depend on guesses.
 
         Args:
             guesses: the next tokens, each of them allowed after those before it.
 
         Raises:
-            GrammarFailedError: as `mask`. The time of these masks is limited, but not charged to the budget: an
-                answer must not depend on guesses.
+            GrammarFailedError: as `mask`.
         """
         masks: list[Mask] = []
         if guesses:
             self._wait()
-            filling = self._threads.start(functools.partial(self._fill_guessed, guesses, masks))
-            if not filling.wait(len(guesses) * self._budget.allowance_s):
-                self._threads.give_up(filling)
-                self._fail(OverBudgetError("the masks of guessed tokens took too long"))
-            if filling.error is not None:
-                self._fail(filling.error)
-            self._share.spend(filling.processor_s)
-            self._mask_s = filling.processor_s / len(guesses)
+            try:
+                self._mask_s = _timed(functools.partial(self._fill_guessed, guesses, masks)) / len(guesses)
+            except ValueError as error:
+                self._fail(error)
         return masks
 
     def advance(self, token_id: int) -> None:
@@ -257,7 +244,10 @@ class Matcher:
         self.complete = self._backend.is_stopped()
         if self._forced and self._forced.popleft() != token_id:
             self._forced.clear()
-        self._charge(mask_s + time.thread_time() - began_s)
+        try:
+            self._budget.charge(mask_s + time.thread_time() - began_s)
+        except OverBudgetError as error:
+            self._fail(error)
         self._filling = None
 
     def _fill(self) -> None:
@@ -284,26 +274,13 @@ class Matcher:
         """
         if self._failure is not None:
             raise GrammarFailedError(self._failure)
-        filling = self._filling
-        if filling is None:
+        if self._filling is None:
             return 0.0
-        began_s = time.perf_counter()
-        has_ended = filling.wait(self._budget.allowance_s)
-        self._share.block(time.perf_counter() - began_s)
-        if not has_ended:
-            self._threads.give_up(filling)
-            self._charge(filling.processor_s)
-        if filling.error is not None:
-            self._fail(filling.error)
-        self._mask_s = filling.processor_s
-        return filling.processor_s
-
-    def _charge(self, seconds: float) -> None:
-        self._share.spend(seconds)
         try:
-            self._budget.charge(seconds)
-        except OverBudgetError as error:
+            self._mask_s = self._filling.result()
+        except Exception as error:
             self._fail(error)
+        return self._mask_s
 
     def _backend_error(self) -> ValueError:
         return ValueError((self._backend.get_error().splitlines() or ["no more is known"])[0])
@@ -311,6 +288,13 @@ class Matcher:
     def _fail(self, reason: Exception) -> NoReturn:
         self._failure = f"the answer's grammar could not be followed any further: {reason}"
         raise GrammarFailedError(self._failure)
+
+
+def _timed(function: Callable[[], None]) -> float:
+    """Call a function. Returns the seconds of processor time that it took."""
+    began_s = time.thread_time()
+    function()
+    return time.thread_time() - began_s
 
 
 def without(mask: Mask, held_back: Collection[int]) -> Mask:
@@ -332,9 +316,6 @@ class GrammarCompiler:
     Args:
         tokenizer: the model's tokenizer.
         eos_token_ids: the model's EOS tokens; allowed only after a complete text.
-
-    Attributes:
-        share: shares a step's time between the matchers.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
@@ -343,8 +324,7 @@ class GrammarCompiler:
         self._verdicts = _Verdicts()
         self._trying = threading.Lock()  # a trial has one grammar at a time
         self._trial = _Trial()
-        self._threads = MaskThreads()
-        self.share = MaskShare()
+        self._threads = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="masks")
 
     def new_matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the beginning of its text.
@@ -398,7 +378,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidGrammarError(str(error)) from None
         self._verdicts.put(grammar, Verdict(None, time.thread_time() - began_s))
-        return Matcher(compiled, backend.vocab_size, self._threads, self.share)
+        return Matcher(compiled, backend.vocab_size, self._threads)
 
     def compile_s(self, grammar: Grammar) -> float | None:
         """Estimate the processor time that the next matcher of a grammar takes to compile, in seconds.

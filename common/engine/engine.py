@@ -319,7 +319,6 @@ class Engine:
         runner.release(scheduler.retire())
         plan = StepPlan()
         if not self.paused:
-            self._deal_turns()
             while preempted := scheduler.make_room(pool):
                 runner.release(preempted)
             scheduler.admit(pool)
@@ -341,16 +340,6 @@ class Engine:
         record.prompt_tokens = sum(request.num_prompt_tokens for request in begun)
         record.cached_tokens = sum(request.cached_tokens for request in begun)
         return plan
-
-    def _deal_turns(self) -> None:
-        """Choose the requests with grammars that go on in the next step (`common.constrained.mask_share`)."""
-        matchers = []
-        for request in self.scheduler.active:
-            if request.matcher is not None:
-                request.matcher.has_turn = True
-                if request.wants_token:
-                    matchers.append(request.matcher)
-        self.maker.grammars.share.deal(matchers, others=len(matchers) < len(self.scheduler.active))
 
     def pause(self) -> None:
         """Plan no steps until `resume`. The next steps deliver the tokens in flight (`runner.in_flight`)."""

@@ -17,7 +17,7 @@ ends afterwards (`common.startup.build`), and its pool of workers ends with it.
 | --- | --- | --- |
 | main | `Engine.step`: planning and commits; in phases 4 to 8 forward passes and sampling | here |
 | a C++ thread, or `stream` | from phase 9 on, on a CPU: forward passes and sampling | `common.devices.streams` |
-| `masks`, a few | token masks of grammars | `common.constrained.mask_threads` |
+| `masks`, a few | token masks of grammars | `common.constrained.grammar` |
 | `compiling`, a few | grammars | here |
 | `apart` | one function: building the engine, recording a pass; then it ends | `common.devices.streams` |
 

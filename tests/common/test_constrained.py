@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from common.constrained.grammar import Grammar, Matcher
-from common.constrained.mask_share import MaskShare
 from common.engine.engine import Engine
 from common.errors import GrammarFailedError
 from common.startup.phases import find_phase, phase_names
@@ -103,7 +102,6 @@ def test_min_tokens_hold_eos_and_stop_tokens_back(phase: str) -> None:
 def test_a_matcher_that_fails_fails_its_request_alone_and_costs_no_pass(
     phase: str, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MaskShare, "deal", lambda *_, **__: None)  # on a busy machine, it costs passes
     model = RememberingModel(rule=likes(A, B))
     engine = build_constrained(phase, model)
     grammar = Grammar.regex("(ab)+")

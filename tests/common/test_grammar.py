@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.constrained.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher, without
-from common.constrained.mask_threads import MASK_THREADS
 from common.constrained.trial import MaskBudget, OverBudgetError
 from common.errors import GrammarFailedError, InvalidGrammarError, ShuttingDownError
 from tests.support.engines import EOS, byte_tokenizer
@@ -142,24 +141,6 @@ def test_a_budget_bounds_the_mean_and_how_far_it_is_exceeded() -> None:
         slow.charge(0.02)
     with pytest.raises(OverBudgetError, match=r"took 20 ms of processor time a token \(6 tokens\)"):
         slow.charge(0.02)
-
-
-def test_a_mask_that_takes_too_long_is_given_up_while_it_is_computed() -> None:
-    """More masks hang than there are threads. Masks of other requests are still computed."""
-    hold = threading.Event()
-    grammar = Grammar.regex("a*")
-    stuck = [slowed(COMPILER.new_matcher(grammar), 0.12, hold) for _ in range(MASK_THREADS + 2)]
-    try:
-        for matcher in stuck:
-            with pytest.raises(GrammarFailedError, match="the budget is 2"):
-                matcher.mask()
-            with pytest.raises(GrammarFailedError, match="the budget is 2"):
-                matcher.advance(ord("a"))
-        other = COMPILER.new_matcher(grammar)
-        assert ord("a") in allowed(other)
-        other.advance(ord("a"))
-    finally:
-        hold.set()
 
 
 def test_a_mask_is_computed_once_a_token_and_beside_its_owner() -> None:
