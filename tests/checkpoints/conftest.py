@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common.errors import StartupError
 from common.models.checkpoint import Checkpoint
@@ -53,9 +53,9 @@ class RealModel:
         return model
 
     @functools.cached_property
-    def oracle(self) -> PreTrainedModel:
+    def oracle(self) -> transformers.PreTrainedModel:
         """The model as transformers reads the same file, in float32."""
-        return AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             self.file.parent, gguf_file=self.file.name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
@@ -69,7 +69,7 @@ class RealModel:
         transformers does not know SmolLM's pre-tokenizer, and splits numbers by GPT-2's rule. So the pre-tokenizer
         is replaced by that of the model's own tokenizer.json, which llama.cpp uses, too.
         """
-        tokenizer = AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
         if self.name == "smollm2":
             split = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
             tokenizer.backend_tokenizer.pre_tokenizer = split

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from common.models.layers import CausalLM
 from common.models.llama import Llama
 from common.models.loader import checkpoint_tensors
 from common.models.registry import parse_config
+from tests.support.forked import in_a_fork, memory_bytes
 from tests.support.models import (
     ARCHITECTURES,
     draw_ids,
@@ -225,22 +224,12 @@ def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
 
 # ---------------------------------------------------------------------- memory
 
-MEASURE = """
-import sys, torch
-from pathlib import Path
-from common.models.registry import load_model, open_checkpoint
 
-def megabytes(entry):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry))
-    return int(line.split()[1]) / 1024
-
-before = megabytes("VmRSS")
-checkpoint = open_checkpoint(sys.argv[1])
-dtype = getattr(torch, sys.argv[2])
-model = load_model(checkpoint, device=torch.device("cpu"), dtype=dtype, max_positions=64)
-size = sum(p.numel() * p.itemsize for p in model.parameters()) / 2**20
-print(size, megabytes("VmHWM") - before)
-"""
+def sizes_of(folder: Path, dtype: torch.dtype) -> tuple[int, int]:
+    """Load a model. Returns the bytes of its parameters, and those by which the peak memory has risen."""
+    before = memory_bytes("VmRSS")
+    model = load(folder, dtype=dtype, max_positions=64)
+    return sum(each.numel() * each.itemsize for each in model.parameters()), memory_bytes("VmHWM") - before
 
 
 @pytest.fixture(scope="module")
@@ -265,17 +254,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_needs_the_models_memory_and_little_more(large: Path, dtype: str) -> None:
-    output = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(large), dtype],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
-    size, risen = map(float, output.split())
-    assert size > (110 if dtype == "bfloat16" else 220)
-    assert risen <= 1.3 * size, f"{risen:.0f} MB for a model of {size:.0f} MB"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_loading_needs_the_models_memory_and_little_more(large: Path, dtype: torch.dtype) -> None:
+    size, risen = in_a_fork(sizes_of, large, dtype)
+    assert size > 55e6 * dtype.itemsize
+    assert risen <= 1.3 * size, f"{risen:,} bytes for a model of {size:,}"
     assert risen >= 0.9 * size  # otherwise the measurement is broken
     print(f"{dtype}: peak memory rose by {risen / size:.3f} of the model's size")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ import common.startup.process_memory
 import common.startup.sizing
 from common.engine.config import EngineConfig
 from common.errors import StartupError
-from common.models.registry import open_checkpoint, weight_bytes
+from common.models.registry import load_model, open_checkpoint, weight_bytes
+from common.request import Request, SamplingParams
+from common.sampling.draw import sample
 from common.startup.memory import (
+    SAMPLING_BYTES_PER_LOGIT,
     MemoryEstimate,
     check_memory,
     control_group_room,
@@ -30,6 +34,7 @@ from common.startup.memory import (
 from common.startup.phases import find_phase, phase_names
 from kernels.dispatch import HAS_TRITON
 from tests.support.engines import CPU, byte_tokenizer, tiny_model
+from tests.support.forked import in_a_fork, memory_bytes
 from tests.support.models import refusal_of
 
 GB = 2**30
@@ -266,38 +271,26 @@ def test_freed_memory_is_returned_and_living_objects_are_frozen(monkeypatch: pyt
 
 # ---------------------------------------------------------------------- taken memory
 
-MEASURE = """
-import dataclasses, sys
-from pathlib import Path
-import torch
-from common.startup.memory import SAMPLING_BYTES_PER_LOGIT, estimate_memory
-from common.models.registry import load_model, open_checkpoint, weight_bytes
-from common.startup.phases import find_phase
-from common.request import Request, SamplingParams
-from common.sampling.draw import sample
-
-CPU = torch.device("cpu")
 PARAMS = SamplingParams(  # its top_k makes sampling sort all
     top_p=0.9, top_k=100_000, min_p=0.1, repetition_penalty=1.2, logprobs=5, max_new_tokens=2, seed=0
 )
 
-def read(entry):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry))
-    return int(line.split()[1]) * 1024
 
-def sampling(_):
+def of_sampling(_: torch.dtype) -> tuple[int, int]:
+    """Return the estimated bytes and those that were taken, as `of_an_engine` does."""
     sequences, vocab = 12, 128_000
     requests = [Request(str(i), [1, 2], PARAMS) for i in range(sequences)]
     for request in requests:
         request.sampling.seed(0)
     with torch.inference_mode():
         sample(torch.randn(1, 100), requests[:1])  # what libraries take is not measured
-        before = read("VmRSS")
+        before = memory_bytes("VmRSS")
         sample(torch.randn(sequences, vocab), requests)
-    print(SAMPLING_BYTES_PER_LOGIT * sequences * vocab, read("VmHWM") - before)
+    return SAMPLING_BYTES_PER_LOGIT * sequences * vocab, memory_bytes("VmHWM") - before
 
-def engine(dtype):
-    before = read("VmRSS")
+
+def of_an_engine(dtype: torch.dtype) -> tuple[int, int]:
+    before = memory_bytes("VmRSS")
     checkpoint = open_checkpoint("dummy:llama-60m")
     shape = dataclasses.replace(
         checkpoint.config, layers=checkpoint.config.layers[:1], hidden_size=256, intermediate_size=4096
@@ -312,27 +305,24 @@ def engine(dtype):
     while engine.has_work:
         assert not [output.error for output in engine.step() if output.error]
     weights = weight_bytes(shape, dtype)
-    print(estimate_memory(config, shape, dtype, CPU, weights=weights).total, read("VmHWM") - before)
-
-globals()[sys.argv[1]](getattr(torch, sys.argv[2]))
-"""
+    estimated = estimate_memory(config, shape, dtype, CPU, weights=weights).total
+    return estimated, memory_bytes("VmHWM") - before
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize(
     ("what", "dtype"),
     [
-        ("sampling", "float32"),
-        ("engine", "float32"),
-        pytest.param("engine", "bfloat16", marks=pytest.mark.slow),
+        (of_sampling, torch.float32),
+        (of_an_engine, torch.float32),
+        pytest.param(of_an_engine, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
-def test_no_more_was_taken_than_estimated(what: str, dtype: str) -> None:
+def test_no_more_was_taken_than_estimated(
+    what: Callable[[torch.dtype], tuple[int, int]], dtype: torch.dtype
+) -> None:
     """All sequences have full length, passes their largest size, and sampling uses every filter."""
-    output = subprocess.run(
-        [sys.executable, "-c", MEASURE, what, dtype], check=True, capture_output=True, text=True, timeout=120
-    ).stdout
-    estimated, taken = map(int, output.split())
-    print(f"{what}, {dtype}: took {taken / 2**20:.0f} of {estimated / 2**20:.0f} MB")
+    estimated, taken = in_a_fork(what, dtype)
+    print(f"{what.__name__}, {dtype}: took {taken / 2**20:.0f} of {estimated / 2**20:.0f} MB")
     assert taken <= 1.05 * estimated
     assert taken >= 0.4 * estimated  # a larger estimate would refuse models that fit easily

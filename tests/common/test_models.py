@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from common.engine.reference import generate
 from common.kv import Span
@@ -219,17 +219,17 @@ INSIDE = {
 }
 
 
-def save_multimodal(folder: Path, *, tied: bool) -> Gemma3ForConditionalGeneration:
+def save_multimodal(folder: Path, *, tied: bool) -> transformers.Gemma3ForConditionalGeneration:
     """Write a tiny `Gemma3ForConditionalGeneration` with random weights."""
     text = read_config(save_tiny(folder / "text", "gemma3_text")) | {"tie_word_embeddings": tied}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config=text,
         vision_config=vision | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
         tie_word_embeddings=tied,
     )
-    oracle = Gemma3ForConditionalGeneration(config).eval()
+    oracle = transformers.Gemma3ForConditionalGeneration(config).eval()
     fill(oracle.model.language_model, seed=0)
     if not tied:
         oracle.lm_head.weight.data = torch.randn(97, 42, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.models.registry import ZOO
 from tests.support.models import ZOO_NAMES
-from zoo import text, train
+from zoo import text
 
 STORY = "Once upon a time there was a brave fox named Zoë."
 
@@ -72,8 +72,11 @@ def test_a_story_ends_by_itself_and_is_made_of_known_words(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", train.RECIPES, ids=lambda recipe: recipe.name)
-def test_the_script_writes_a_folder_that_loads(recipe: train.Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ZOO_NAMES)
+def test_the_script_writes_a_folder_that_loads(name: str, tmp_path: Path) -> None:
+    from zoo import train  # takes five seconds
+
+    (recipe,) = (each for each in train.RECIPES if each.name == name)
     record = train.train(recipe, steps=6, minutes=5, seed=1, folder=tmp_path / recipe.name)
     assert record["steps"] == 6
     assert record["loss float32"] == pytest.approx(record["loss rounded"], abs=0.05)

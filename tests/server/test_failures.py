@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -84,6 +83,8 @@ def test_a_failed_response_keeps_its_text_and_is_not_stored(gated: ServerProcess
 
 
 def test_anthropics_library_raises_a_failure(gated: ServerProcess) -> None:
+    import anthropic  # takes two seconds
+
     gated.order("fail")
     events = list(read_events(gated.client.post("/v1/messages", json=ASK | {"stream": True})))
     assert [name for name, _ in events] == ["message_start", "ping", "error"]

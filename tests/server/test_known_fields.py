@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletionStreamOptionsParam
@@ -157,6 +156,8 @@ def test_hints_are_accepted_with_any_value(place: str) -> None:
 
 
 def test_every_field_of_the_vendors_libraries_is_known() -> None:
+    import anthropic  # takes two seconds
+
     client = openai.OpenAI(api_key="none", base_url="http://localhost:1")
     for form, create in (
         (ChatRequest, client.chat.completions.create),

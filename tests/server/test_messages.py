@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import jsonschema
 import pytest
-from anthropic.types import Message, MessageParam
 from pydantic import BaseModel
 
 from tests.server.test_reasoning import ANSWER, ASKED, THINKS, THOUGHT
 from tests.server.test_tools import SCHEMAS, TOOLS
 from tests.support.servers import MESSAGES, ServerProcess, answer_of, read_events, rendered
+
+if TYPE_CHECKING:  # importing it takes two seconds in every test worker
+    import anthropic
+    from anthropic.types import Message, MessageParam
 
 SYSTEM, USER = (message["content"] for message in MESSAGES)
 ASK: list[MessageParam] = [{"role": "user", "content": USER}]
@@ -28,6 +30,8 @@ EXTENSIONS = ("ignore_eos", "n", "structured_outputs", "temperature")  # fields 
 
 
 def library(server: ServerProcess, **settings: Any) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(**{"base_url": server.url, "api_key": "any", "max_retries": 0} | settings)
 
 
@@ -180,6 +184,8 @@ def test_a_tool_loop(
 
 def test_the_librarys_own_loop_sends_the_whole_conversation(client: anthropic.Anthropic) -> None:
     """The library would keep the conversation at the server (`thread`), unless the server says that it cannot."""
+    import anthropic
+
     called = []
 
     @anthropic.beta_tool
@@ -277,6 +283,8 @@ BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     ],
 )
 def test_refusals_are_the_librarys_errors(client: anthropic.Anthropic, fields: Any, says: str) -> None:
+    import anthropic
+
     unknown = "model" in fields
     with pytest.raises(anthropic.NotFoundError if unknown else anthropic.BadRequestError) as raised:
         client.messages.create(**body(**fields))

@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from common.hosting import child, process
 from common.server import run
@@ -29,6 +32,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__, "pytest"])
 # torch reads it when it is imported. Test workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+T = TypeVar("T")
 
 
 class Forked:
@@ -75,6 +80,17 @@ class Forked:
             self.stdin.close()
             printed, logged = self.stdout.read(), self.stderr.read()
         return self.wait(), printed, logged
+
+
+def in_a_fork(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a module's function in a new process that has imported everything. Returns its result."""
+    with ProcessPoolExecutor(1, mp_context=FORKS) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def memory_bytes(entry: str) -> int:
+    """Return an entry of this process's memory: "VmRSS", what it has now, or "VmHWM", the most that it had."""
+    return int(re.search(rf"{entry}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
 
 
 def _run(

@@ -6,12 +6,11 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.engine.reference import ContiguousCache
 from common.errors import StartupError
@@ -22,6 +21,9 @@ from common.request import Request, SamplingParams
 from phase6_paged import Config
 from phase6_paged.cache import PagedKVCachePool
 from tests.support.pools import shuffle_free_blocks
+
+if TYPE_CHECKING:  # importing it takes five seconds, and most tests do without
+    from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -63,6 +65,8 @@ def save_tiny(
     folder: Path, architecture: str, *, seed: int = 0, shard_size: str = "1GB", **entries: Any
 ) -> Path:
     """Write a checkpoint (float32 safetensors, config.json in the style of transformers 5) with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.for_model(architecture, **(_SHAPE | _OWN[architecture] | entries))
     oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill(oracle, seed)
@@ -90,6 +94,8 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 def oracle_of(folder: Path) -> PreTrainedModel:
     """Load the checkpoint with transformers: in float32, with its plain (eager) attention."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
