@@ -22,7 +22,5 @@ class Config(SpeculativeConfig):
     @model_validator(mode="after")
     def _refuse_a_tier_below_nothing(self) -> Self:
         if self.kv_tier is not None and not self.enable_prefix_caching:
-            raise ValueError(
-                "kv_tier keeps the blocks of the prefix cache: turn enable_prefix_caching on, too"
-            )
+            raise ValueError("kv_tier keeps blocks of the prefix cache: turn enable_prefix_caching on, too")
         return self

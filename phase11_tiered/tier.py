@@ -1,258 +1,208 @@
-"""Moves blocks between the pool and a file in a thread, and decides which reads are worth their time.
+"""Finds blocks in a file, reads and writes them in a thread, and evicts old ones.
 
 ```text
-engine's thread   keep(block) ─> waiting writes ┐                       ┌─> take: blocks for the pool
-                  fetch(keys) ─> waiting reads ─┴─> thread ─> file ─> ready
+engine's thread   keep(node)   ─> jobs, reads first ─> the tier's thread ─> file
+                  fetch(keys)                                │
+                  take         <─────────── reads that are done
 ```
 
-One thread does all reading and writing, reads first. It holds no lock while the disk works, so the engine never
-waits for the disk. If a read takes too long or fails, the request's blocks are computed instead.
+The engine never waits for the thread. If reading takes too long or fails, a request's blocks are computed instead.
+Only the thread changes the index of the file. The engine's thread only asks whether a key is in it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import PriorityQueue
+from typing import Any
+from weakref import WeakValueDictionary
 
 from phase8_prefix.tree import Node
 from phase11_tiered.block_file import BlockFile
 
 logger = logging.getLogger(__name__)
 
-MOST_WRITES = 4096  # waiting writes; while there are so many, further blocks are not written
-MOST_READY = 32  # blocks that are read and not taken yet, of one fetch: they take memory beside the pool
-LATENCY_S = 0.005  # of a fetch, beside the time of its reads: blocks are taken between two steps
+MOST_JOBS = 4096  # waiting jobs; while there are so many, further blocks are not written
+MOST_READS = 32  # blocks of one fetch that are read and were not taken: they take memory beside the pool
+BOUND_S = 0.5  # how much longer than computing its blocks a fetch may take
+LATE = 10  # a disk that was late counts as so many times slower than computing
 FORGETTING = 0.9  # factor on the measured time of a read whenever reads are declined
-BOUND_S = 0.5  # how much longer than computing its blocks a fetch may take before it is dropped
+READ, WRITE = range(2)  # ranks of jobs
+
+Read = Future[bytearray | None]  # None: it has failed
 
 
-@dataclass(slots=True, eq=False)
+@dataclass
 class Fetch:
-    """Blocks that are read for one request."""
+    """The reads for one request. `keys`: the blocks that are still to come, from block `first` of its text on."""
 
-    first: int  # index of the first block in the request's text
-    keys: Sequence[bytes]
-    block_s: float  # seconds that computing one block would take
-    began_s: float = field(default_factory=time.monotonic)
-    next: int = 0  # number of blocks that were read, or need not be read any more
-    taken: int = 0  # number of blocks that the pool has taken
-    ready: list[tuple[int, bytes]] = field(default_factory=list)  # read and not taken, with their indices
-    done: bool = False  # the pool has taken all that it gets
+    keys: Sequence[bytes] = ()
+    first: int = 0
+    until_s: float = 0.0
+    reads: dict[bytes, Read] = field(default_factory=dict)  # of the next blocks
 
 
 class Tier:
-    """The blocks in a file: finds them by their keys, reads and writes them in a thread, and evicts old ones.
-
-    The least recently used block is evicted first. If a block is used, so are the blocks before it, and these count
-    as used later. So no block is evicted before the blocks that follow it.
+    """The blocks in a file, by their keys. If the file is full, the least recently used block is evicted.
 
     Args:
-        file: the file; `close` closes it.
+        file: the file.
         load: returns the bytes of a node's block in the pool; None if the node has left the tree. The thread calls
             it.
+        block_s: seconds that computing a block takes.
     """
 
-    def __init__(self, file: BlockFile, load: Callable[[Node], bytes | None]) -> None:
-        self.counters: Counter[str] = Counter()  # see `telemetry.Counters`
-        self.saved_s = 0.0  # time to compute what was read, minus the time of reading
+    def __init__(self, file: BlockFile, load: Callable[[Node], bytes | None], block_s: float) -> None:
+        self.block_s = block_s
         self.read_s = 0.0  # seconds of a block's read, a moving average; 0: none was read
+        self.saved_s = 0.0
+        self.counters: Counter[str] = Counter()  # see `telemetry.Counters`
+        self.clock = time.monotonic
         self._file, self._load = file, load
-        # Key -> place, parent; the block that was used the longest ago comes first.
-        self._places: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
-        self._written = 0  # number of the latest write
-        for place, header in sorted(file.headers(), key=lambda each: each[1].written):
-            self._add(header.key, header.parent, place)
-            self._written = header.written
-        used = {place for place, _ in self._places.values()}
-        self._free = [place for place in range(file.places) if place not in used]
-        self._writes: OrderedDict[bytes, tuple[bytes, Node]] = OrderedDict()  # key -> parent, node
-        self._fetches: list[Fetch] = []
-        self._clearing = self._closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
+        self._places = OrderedDict(file.blocks())  # key -> place, least recently used first
+        self._free = list(set(range(file.places)) - set(self._places.values()))
+        self._clearing = False
+        self._reads: WeakValueDictionary[bytes, Read] = WeakValueDictionary()
+        self._jobs: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
+        self._numbers = itertools.count()
+        self._counting = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="kv-tier", daemon=True)
         self._thread.start()
         logger.info("%s holds %d of at most %d blocks", file.path, len(self._places), file.places)
 
     # ------------------------------------------------------------------ for the engine's thread
 
-    def fetch(self, keys: Sequence[bytes], first: int, block_s: float) -> Fetch | None:
-        """Begin to read the first of these blocks, as many as the file has. None: it has none, or computing them
-        takes less time."""
-        with self._changed:
-            known = next((i for i, key in enumerate(keys) if key not in self._places), len(keys))
-            if known == 0 or self._clearing:
-                return None
-            before = sum(len(each.keys) - each.next for each in self._fetches)
-            if (before + known) * self.read_s + LATENCY_S > known * block_s:
-                self.counters["tier_declined"] += known
-                self.read_s *= FORGETTING
-                return None
-            self._fetches.append(fetch := Fetch(first, keys[:known], block_s))
-            self._changed.notify_all()
-            return fetch
+    def fetch(self, keys: Iterable[bytes], first: int) -> Fetch:
+        """Begin to read blocks of a text, from block `first` on, as many as the file has. Reads none if computing
+        them takes less time."""
+        known = [] if self._clearing else list(itertools.takewhile(self._places.__contains__, keys))
+        compute_s = len(known) * self.block_s
+        if known and (len(self._reads) + len(known)) * self.read_s > compute_s:
+            self._count("tier_declined", len(known))
+            self.read_s *= FORGETTING
+            return Fetch()
+        return Fetch(known, first, self.clock() + compute_s + BOUND_S, self._start(known))
 
-    def take(self, fetch: Fetch, held: int) -> list[tuple[int, bytes]]:
-        """Return the blocks of a fetch that were read since the last call, each with its index in the text.
+    def take(self, fetch: Fetch, index: int) -> bytearray | None:
+        """Return block `index` of a fetch's text if it was read, else None. Starts further reads.
 
-        Blocks before the index `held` are not needed any more. The fetch is done if all was read, if a block is
-        missing, if reading has become slower than computing, or if the fetch is late.
+        The fetch ends (`Fetch.keys` is empty) if all was read, if a read has failed, or if it takes too long.
         """
-        with self._changed:
-            ready = [each for each in fetch.ready if each[0] >= held]
-            fetch.ready.clear()
-            fetch.taken += len(ready)
-            fetch.next = max(fetch.next, min(held - fetch.first, len(fetch.keys)))
-            left, waited_s = len(fetch.keys) - fetch.next, time.monotonic() - fetch.began_s
-            is_late = waited_s > len(fetch.keys) * fetch.block_s + BOUND_S
-            if fetch in self._fetches and (not left or is_late or self.read_s > fetch.block_s):
-                self.counters["tier_failures" if is_late else "tier_declined"] += left
-                self._fetches.remove(fetch)
-                if is_late:
-                    self.read_s = max(self.read_s, waited_s / (fetch.taken + 1))
-            fetch.done = fetch not in self._fetches
-            if fetch.done:
-                self.counters["tier_hits"] += fetch.taken
-                self.saved_s += fetch.taken * fetch.block_s - waited_s
-            self._changed.notify_all()
-            return ready
+        fetch.keys, fetch.first = fetch.keys[index - fetch.first :], index
+        if fetch.keys and self.clock() > fetch.until_s:
+            self._fail("blocks were not read in time", len(fetch.keys))
+            self.read_s, fetch.keys = LATE * self.block_s, ()
+        fetch.reads = self._start(fetch.keys)
+        if not fetch.keys or not (read := fetch.reads[fetch.keys[0]]).done():
+            return None
+        data = read.result()
+        if data is None:
+            fetch.keys = ()
+        else:
+            self.saved_s += self.block_s - self.read_s
+            self._count("tier_hits")
+            self._count("tier_read_bytes", len(data))
+        return data
 
-    def drop(self, fetch: Fetch) -> None:
-        """Read nothing more of a fetch."""
-        with self._changed:
-            if fetch in self._fetches:
-                self._fetches.remove(fetch)
-
-    def keep(self, key: bytes, parent: bytes, node: Node) -> None:
-        """Write a node's block, unless the file has it, or too many writes wait already."""
-        with self._changed:
-            if key in self._places:
-                return
-            if len(self._writes) < MOST_WRITES:
-                self._writes.setdefault(key, (parent, node))
-                self._changed.notify_all()
-            else:
-                self.counters["tier_skipped"] += 1
+    def keep(self, node: Node) -> None:
+        """Write a node's block, unless the file has it, or too many jobs wait already."""
+        if node.digest not in self._places and not self._put(WRITE, self._write, node.digest, node):
+            self._count("tier_skipped")
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count the blocks of a text as used now, if the file has them."""
-        with self._changed:
-            for key in reversed(keys):
-                if key in self._places:
-                    self._places.move_to_end(key)
-
-    def wait(self, timeout_s: float) -> None:
-        """If blocks are being read, wait until the first of them is ready, or until something else has happened."""
-        with self._changed:
-            if self._fetches and not any(each.ready for each in self._fetches):
-                self._changed.wait(timeout_s)
-
-    def forget_waiting(self) -> None:
-        """Drop all reads and writes that wait."""
-        with self._changed:
-            self._writes.clear()
-            self._fetches.clear()
+        """Count the blocks of a text as used, the first one last: without it, the others cannot be used."""
+        self._put(WRITE, self._touch, keys)  # after those of them that wait to be written
 
     def clear(self) -> None:
-        """Remove all blocks from the file, and drop what waits."""
-        with self._changed:
-            self.forget_waiting()
-            self._clearing = True
-            self._changed.notify_all()
+        """Remove all blocks from the file."""
+        self._clearing = True
+        self._put(READ, self._clear)
 
-    def close(self) -> None:
-        """End the thread after its present read or write, and close the file."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._file.close()
+    # ------------------------------------------------------------------ jobs
+
+    def _put(self, rank: int, function: Callable[..., None], *arguments: Any) -> bool:
+        """Have the thread call a function; a lower rank goes first. Returns False if too many writes wait."""
+        if rank == WRITE and self._jobs.qsize() >= MOST_JOBS:
+            return False
+        self._jobs.put((rank, next(self._numbers), functools.partial(function, *arguments)))
+        return True
+
+    def _start(self, keys: Sequence[bytes]) -> dict[bytes, Read]:
+        """Return the reads of the first of these blocks. Fetches that wait for the same block share its read."""
+        reads = {}
+        for key in keys[:MOST_READS]:
+            if (read := self._reads.get(key)) is None:
+                self._reads[key] = read = Future()
+                self._put(READ, self._read, key, read)
+            reads[key] = read
+        return reads
+
+    def _count(self, name: str, number: int = 1) -> None:
+        with self._counting:  # both threads count
+            self.counters[name] += number
+
+    def _fail(self, why: object, blocks: int = 1) -> None:
+        if not self.counters["tier_failures"]:
+            logger.warning("%s (further failures of the file are only counted)", why)
+        self._count("tier_failures", blocks)
 
     # ------------------------------------------------------------------ the tier's own thread
 
-    def _run(self) -> None:
-        while work := self._next():
+    def _work(self) -> None:
+        while job := self._jobs.get()[2]:  # None ends the thread
             try:
-                work()
+                job()
             except Exception as error:  # a full disk, a damaged block, …: the thread must go on
-                with self._changed:
-                    if not self.counters["tier_failures"]:
-                        logger.warning("%s (further failures of the file are only counted)", error)
-                    self.counters["tier_failures"] += 1
+                self._fail(error)
+            del job  # it may hold the last reference to a read
 
-    def _next(self) -> Callable[[], None] | None:
-        """Wait for something to do, and return it; None: the tier is closed."""
-        with self._changed:
-            while not self._closing:
-                if self._clearing:
-                    return self._clear
-                for fetch in self._fetches:
-                    if len(fetch.ready) < MOST_READY:
-                        key = fetch.keys[fetch.next]
-                        return functools.partial(self._read, fetch, fetch.next, key, self._places.get(key))
-                for key, (parent, node) in self._writes.items():
-                    return functools.partial(self._write, key, parent, node)
-                self._changed.wait()
-        return None
-
-    def _read(self, fetch: Fetch, index: int, key: bytes, entry: tuple[int, bytes] | None) -> None:
-        """Read a fetch's block `index`. If that fails, forget the block, and read nothing more of the fetch."""
+    def _read(self, key: bytes, read: Read) -> None:
+        """Read a block. If that fails, forget the block: it is written again when it was computed."""
         data, began_s = None, time.perf_counter()
         try:
-            if entry is not None:  # else it was evicted meanwhile
-                data = self._file.read(entry[0], key)
+            if key in self._places:  # else it was evicted meanwhile
+                data = self._file.read(self._places[key], key)
+                took_s = time.perf_counter() - began_s
+                self.read_s = 0.8 * self.read_s + 0.2 * took_s if self.read_s else took_s
+        except Exception:
+            self._free.append(self._places.pop(key))
+            raise
         finally:
-            took_s = time.perf_counter() - began_s
-            with self._changed:
-                if data is not None:
-                    self.read_s = 0.8 * self.read_s + 0.2 * took_s if self.read_s else took_s
-                    self.counters["tier_read_bytes"] += len(data)
-                    fetch.ready.append((fetch.first + index, data))
-                    fetch.next = max(fetch.next, index + 1)
-                elif entry is not None:
-                    del self._places[key]
-                    self._free.append(entry[0])
-                if fetch in self._fetches and (data is None or fetch.next == len(fetch.keys)):
-                    self._fetches.remove(fetch)
-                self._changed.notify_all()
+            read.set_result(data)
 
-    def _write(self, key: bytes, parent: bytes, node: Node) -> None:
+    def _write(self, key: bytes, node: Node) -> None:
+        if key in self._places:
+            return
+        data = self._load(node)
+        if data is None:  # before a place is taken: such a block must push no other one out of the file
+            self._count("tier_skipped")
+            return
+        place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
         try:
-            # Before a place is taken: a block that has left the tree must push no other block out of the file.
-            if (data := self._load(node)) is None:
-                self.counters["tier_skipped"] += 1
-                return
-            with self._changed:
-                place = self._free.pop() if self._free else self._places.popitem(last=False)[1][0]
-            try:
-                self._file.write(place, key, parent, self._written + 1, data)
-            except Exception:
-                self._free.append(place)
-                raise
-            with self._changed:
-                self._written += 1
-                self.counters["tier_written_bytes"] += len(data)
-                self._add(key, parent, place)
-        finally:
-            with self._changed:
-                self._writes.pop(key, None)
+            self._file.write(place, key, data)
+        except Exception:
+            self._free.append(place)
+            raise
+        self._places[key] = place
+        self._count("tier_written_bytes", len(data))
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self._places:
+                self._places.move_to_end(key)
 
     def _clear(self) -> None:
         try:
             self._file.clear()
         finally:
-            with self._changed:
-                self._places.clear()
-                self._free = list(range(self._file.places))
-                self._clearing = False
-
-    def _add(self, key: bytes, parent: bytes, place: int) -> None:
-        """Add a block to the index. It and the blocks before it count as used now."""
-        self._places[key] = place, parent
-        while key in self._places:
-            self._places.move_to_end(key)
-            key = self._places[key][1]
+            self._places.clear()
+            self._free = list(range(self._file.places))
+            self._clearing = False

@@ -91,8 +91,11 @@ class PrefixCachingPool(PagedKVCachePool):
         self.allocator.free(table[found])  # blocks reserved before these hits existed
         table[found] = [node.block for node in hits]
         self._rows.write(self._seats[slot], found.start, table[found])
-        self._lengths[slot] = len(path) * self.block_size
-        request.start_after(len(path) * self.block_size)
+        self._start_after_path(request, slot)
+
+    def _start_after_path(self, request: Request, slot: int) -> None:
+        self._lengths[slot] = len(self._paths[slot]) * self.block_size
+        request.start_after(self._lengths[slot])
 
     def _match(self, request: Request, held: Sequence[Node]) -> list[Node]:
         """Return the tree's nodes for a request's prefix, without the nodes `held` at its beginning.
@@ -118,8 +121,16 @@ class PrefixCachingPool(PagedKVCachePool):
         full = min(columns, self.get_seq_len(slot)) // self.block_size
         blocks = self._tables[slot][len(path) : full]
         if blocks and self._are_finite(blocks):
-            path += self.tree.insert(request.token_ids, blocks, request.cache_salt, path)
-            self.allocator.hand_over(node.block for node in path[full - len(blocks) :])
+            self._insert(request, blocks)
+
+    def _insert(self, request: Request, blocks: Sequence[int]) -> list[Node]:
+        """Insert the blocks that follow a request's path into the tree, and into the path. Returns their nodes."""
+        assert request.slot is not None
+        path = self._paths[request.slot]
+        nodes = self.tree.insert(request.token_ids, blocks, request.cache_salt, path)
+        path += nodes
+        self.allocator.hand_over(node.block for node in nodes)
+        return nodes
 
     def _are_finite(self, blocks: Sequence[int]) -> bool:
         """Return whether the last layer's keys and values in these blocks are finite; False if that is unknown.

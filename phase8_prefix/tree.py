@@ -25,9 +25,10 @@ class Node:
     """One block of a text. Its ancestors are the blocks before it. `users` is the number of sequences that use it.
 
     A sequence that uses a node *holds* it: the node is not evicted. A node that has left the tree has no `parent`.
+    `digest` is for phase 11: a hash of the text up to the node's end.
     """
 
-    __slots__ = ("block", "children", "key", "parent", "users")
+    __slots__ = ("block", "children", "digest", "key", "parent", "users")
 
     def __init__(self, key: Key, block: int, parent: Node | None) -> None:
         self.key = key
@@ -35,6 +36,7 @@ class Node:
         self.parent = parent
         self.children: dict[Key, Node] = {}
         self.users = 1
+        self.digest = b""
 
 
 class PrefixTree:
@@ -48,7 +50,7 @@ class PrefixTree:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.insertions = 0  # nodes added since the start: while the number is the same, no text has new hits
-        self._root = Node((), -1, None)
+        self.root = Node((), -1, None)
         # Least recently used first. Paths are released from their end, so a node comes after the nodes below it:
         # the first node is always a leaf, without a search.
         self._unused: OrderedDict[Node, None] = OrderedDict()
@@ -56,8 +58,8 @@ class PrefixTree:
     def match(self, token_ids: Sequence[int], salt: str = "", held: Sequence[Node] = ()) -> list[Node]:
         """Return the longest path of whole blocks in the tree that is a prefix of `token_ids`. Adds no user."""
         path: list[Node] = []
-        children = (held[-1] if held else self._root).children
-        for key in self._keys(token_ids, salt, len(held)):
+        children = (held[-1] if held else self.root).children
+        for key in self.keys(token_ids, salt, len(held)):
             if key not in children:
                 break
             path.append(children[key])
@@ -87,8 +89,8 @@ class PrefixTree:
         A node that exists already keeps its block. Then the caller keeps its own block with the same content.
         """
         path: list[Node] = []
-        node = held[-1] if held else self._root
-        for key, block in zip(self._keys(token_ids, salt, len(held)), block_ids, strict=False):
+        node = held[-1] if held else self.root
+        for key, block in zip(self.keys(token_ids, salt, len(held)), block_ids, strict=False):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, block, node)
@@ -114,7 +116,7 @@ class PrefixTree:
         """Remove all nodes, used or not."""
         for _, node in list(self.walk()):
             node.parent = None
-        self._root.children.clear()
+        self.root.children.clear()
         self._unused.clear()
 
     def evictable_count(self) -> int:
@@ -126,13 +128,13 @@ class PrefixTree:
 
     def walk(self) -> Iterator[tuple[int, Node]]:
         """Yield every node but the root with its depth (0: a child of the root), parents before their children."""
-        stack = [(0, child) for child in reversed(self._root.children.values())]
+        stack = [(0, child) for child in reversed(self.root.children.values())]
         while stack:
             depth, node = stack.pop()
             yield depth, node
             stack += [(depth + 1, child) for child in reversed(node.children.values())]
 
-    def _keys(self, token_ids: Sequence[int], salt: str, first: int) -> Iterator[Key]:
+    def keys(self, token_ids: Sequence[int], salt: str, first: int) -> Iterator[Key]:
         """Yield the keys of a text's whole blocks, from block `first` on."""
         ids = iter(token_ids[first * self.block_size :])
         blocks: Iterator[Key] = zip(*[ids] * self.block_size, strict=False)

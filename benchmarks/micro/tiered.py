@@ -55,6 +55,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]]) -> Found:
             sent_s[waiting[0].request_id] = time.perf_counter()
             engine.add_request(waiting.pop(0))
             live += 1
+        time.sleep(max(0.0, (engine.next_wake() or 0.0) - engine.clock()))  # as a server: blocks are read
         for output in engine.step():
             assert output.error is None
             first_s.setdefault(output.request_id, time.perf_counter() - sent_s[output.request_id])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from common.engine.engine import Engine
-from common.request import Request
+from common.request import Request, StepOutput
 from phase11_tiered import Pool
 from phase11_tiered.tier import Tier
 from tests.support.engines import add, build, greedy, run
@@ -28,7 +29,17 @@ def engine_of(folder: Path | None, model: Any = None, *, token_s: float = SLOW_S
 
 
 def reading_pays(engine: Engine, token_s: float = SLOW_S) -> None:
-    pool_of(engine)._token_s = lambda: token_s
+    """Let the tier believe that computing a token takes so long. And let the engine sleep before a step that is not
+    due yet, as a server does."""
+    if (tier := pool_of(engine).tier) is not None:
+        tier.block_s = pool_of(engine).block_size * token_s
+    step = engine.step
+
+    def patient_step() -> list[StepOutput]:
+        time.sleep(max(0.0, (engine.next_wake() or 0.0) - engine.clock()))
+        return step()
+
+    engine.step = patient_step  # type: ignore[method-assign]
 
 
 def pool_of(engine: Engine) -> Pool:
@@ -47,18 +58,24 @@ def settle(engine: Engine) -> None:
     settle_tier(tier_of(engine))
 
 
+AT_LAST = 2  # a rank of jobs, after those that read and write
+
+
 def settle_tier(tier: Tier) -> None:
-    for _ in range(10_000):
-        if not (tier._writes or tier._clearing):
-            return
-        time.sleep(0.001)
-    raise AssertionError("blocks are not written")
+    settled = threading.Event()
+    tier._put(AT_LAST, settled.set)
+    assert settled.wait(60), "blocks are not written"
 
 
 def stop(engine: Engine) -> None:
     """Write what waits, and close the file as the end of a process does."""
-    settle(engine)
-    tier_of(engine).close()
+    stop_tier(tier_of(engine))
+
+
+def stop_tier(tier: Tier) -> None:
+    tier._jobs.put((AT_LAST, 0, None))
+    tier._thread.join()
+    tier._file.close()
 
 
 def ask(engine: Engine, prompt: list[int], new: int = 4, **fields: Any) -> Request:

@@ -28,11 +28,11 @@ def data_of(number: int) -> bytes:
 
 
 def open_file(folder: Path, places: int = PLACES, block_bytes: int = BLOCK) -> BlockFile:
-    return BlockFile.open(folder, "blocks", block_bytes, places * (HEADER_BYTES + block_bytes))
+    return BlockFile(folder, "blocks", block_bytes, places * (HEADER_BYTES + block_bytes))
 
 
-def listed(file: BlockFile) -> dict[int, tuple[bytes, bytes]]:
-    return {place: (header.key, header.parent) for place, header in file.headers()}
+def listed(file: BlockFile) -> dict[int, bytes]:
+    return {place: key for key, place in file.blocks()}
 
 
 writes = st.tuples(st.just("write"), st.integers(0, PLACES - 1), st.integers(1, 200))
@@ -53,7 +53,7 @@ def test_a_block_is_read_as_it_was_written_or_not_at_all(tmp_path: Path, steps: 
     for kind, first, second in steps:
         match kind:
             case "write":
-                file.write(first, key_of(second), key_of(0), second, data_of(second))
+                file.write(first, key_of(second), data_of(second))
                 held[first], sound[first] = second, True
             case "spoil":
                 with file.path.open("r+b") as raw:
@@ -81,11 +81,11 @@ def test_a_block_is_read_as_it_was_written_or_not_at_all(tmp_path: Path, steps: 
 
 def test_a_place_that_holds_another_block_is_damaged(tmp_path: Path) -> None:
     file = open_file(tmp_path)
-    file.write(1, key_of(7), key_of(0), 1, data_of(7))
+    file.write(1, key_of(7), data_of(7))
     for place, key in ((1, key_of(8)), (0, key_of(7)), (0, bytes(32))):
         with pytest.raises(DamagedBlockError):
             file.read(place, key)
-    assert listed(file) == {1: (key_of(7), key_of(0))}
+    assert listed(file) == {1: key_of(7)}
     file.close()
 
 
@@ -105,7 +105,7 @@ def test_the_file_is_private_and_has_its_size_from_the_start(tmp_path: Path) -> 
 def test_a_second_server_gets_a_file_of_its_own_and_the_next_start_the_first_one(tmp_path: Path) -> None:
     first, second = open_file(tmp_path), open_file(tmp_path)
     assert (first.path.name, second.path.name) == ("blocks-0.kv", "blocks-1.kv")
-    first.write(0, key_of(1), key_of(0), 1, data_of(1))
+    first.write(0, key_of(1), data_of(1))
     assert listed(second) == {}
     first.close()
     again = open_file(tmp_path)
@@ -117,14 +117,14 @@ def test_a_second_server_gets_a_file_of_its_own_and_the_next_start_the_first_one
 
 def test_a_file_of_another_size_is_emptied(tmp_path: Path) -> None:
     file = open_file(tmp_path)
-    file.write(0, key_of(1), key_of(0), 1, data_of(1))
+    file.write(0, key_of(1), data_of(1))
     os.truncate(file.path, HEADER_BYTES * PLACES + BLOCK // 2)
     with pytest.raises(DamagedBlockError):
         file.read(0, key_of(1))
     file.close()
     file = open_file(tmp_path)
     assert listed(file) == {}
-    file.write(0, key_of(1), key_of(0), 1, data_of(1))
+    file.write(0, key_of(1), data_of(1))
     file.close()
     larger = open_file(tmp_path, places=PLACES + 1)
     assert (larger.places, listed(larger)) == (PLACES + 1, {})
@@ -155,4 +155,4 @@ def test_a_full_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_block_that_is_larger_than_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hold no block of 40 bytes"):
-        BlockFile.open(tmp_path, "blocks", BLOCK, BLOCK)
+        BlockFile(tmp_path, "blocks", BLOCK, BLOCK)

@@ -30,9 +30,9 @@ def key_of(number: int) -> bytes:
 
 
 def write_blocks(folder: Path, said: Connection) -> None:
-    file = BlockFile.open(folder, "blocks", BLOCK, LIMIT)
+    file = BlockFile(folder, "blocks", BLOCK, LIMIT)
     for number in range(10**9):
-        file.write(number % PLACES, key_of(number), bytes(32), number, data_of(key_of(number)))
+        file.write(number % PLACES, key_of(number), data_of(key_of(number)))
         said.send(number)
 
 
@@ -76,12 +76,12 @@ def test_blocks_are_whole_or_missing(tmp_path: Path, times: int) -> None:
     torn = 0
     for _ in range(times):
         last = killed(write_blocks, tmp_path, draw.uniform(0, 0.1))
-        file = BlockFile.open(tmp_path, "blocks", BLOCK, LIMIT)
+        file = BlockFile(tmp_path, "blocks", BLOCK, LIMIT)
         found = {}
-        for place, header in file.headers():
+        for key, place in file.blocks():
             try:
-                assert file.read(place, header.key) == data_of(header.key)
-                found[header.key] = place
+                assert file.read(place, key) == data_of(key)
+                found[key] = place
             except DamagedBlockError:
                 torn += 1
         written = range(max(0, last + 1 - PLACES + 1), last + 1)  # the next write may have begun
