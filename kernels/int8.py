@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 127
-BLOCK_WEIGHTS = 2**22  # weights that are held in float32 at a time: 16 MB
+BLOCK_WEIGHTS = 2**20  # weights that are held in float32 at a time: 4 MB
 
 
 class Quantized(NamedTuple):
@@ -52,7 +52,7 @@ def quantize(weight: Tensor) -> Quantized:
         rows = own.float()
         scale.copy_(rows.abs().amax(dim=1, keepdim=True) / LARGEST)
         steps = rows / torch.where(scale == 0, 1.0, scale)  # a row of zeros stays one
-        value.copy_(steps.round().nan_to_num().clamp(-LARGEST, LARGEST))
+        value.copy_(steps.round_().nan_to_num_().clamp_(-LARGEST, LARGEST))
     return Quantized(values, scales)
 
 

@@ -7,7 +7,7 @@ A checkpoint has one of three forms: a Hugging Face folder, a dummy without file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.models.compressed import Scheme
 from common.models.config import JsonObject, ModelConfig
-from common.models.layers import CausalLM
+from common.models.layers import CausalLM, Linear
 from common.models.loader import (
     checkpoint_tensors,
     fill_from,
@@ -66,11 +66,22 @@ class Checkpoint(ABC):
         self.unused: list[str] = []
 
     @abstractmethod
-    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:
+    def fill(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        *,
+        keep_groups: bool = False,
+        when_read: Callable[[Linear], None] | None = None,
+    ) -> None:
         """Allocate a model that was built on the meta device, and fill its weights.
+
+        Memory that was not written to yet is free. So if `when_read` makes each layer smaller, the whole model is
+        never there in its first size.
 
         Args:
             keep_groups: whether matrices that have a `form_of` stay in groups, instead of being dequantized.
+            when_read: called with each linear layer, as soon as all of its tensors are read. A tied head has none.
 
         Raises:
             StartupError: the weights do not fit the config, or cannot be read.
@@ -119,7 +130,14 @@ class FolderCheckpoint(Checkpoint):
         if scheme is not None and tensors is not None and matrices_of(tensors) and not self.is_int8:
             self.quantization = f"{scheme.title}, {bits_a_weight(tensors):.1f} bits a weight"
 
-    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:
+    def fill(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        *,
+        keep_groups: bool = False,
+        when_read: Callable[[Linear], None] | None = None,
+    ) -> None:
         if self.tensors is None:
             stored = stored_tensors(self.folder, type(model), tied=self.config.tie_word_embeddings)
         else:
@@ -127,7 +145,14 @@ class FolderCheckpoint(Checkpoint):
         if self.is_int8:
             quantize_as_stored(model, stored.keys())
         keep = keep_groups and self.quantization is not None
-        fill_from(model, stored, device, origin=self.folder, form_of=self.form_of if keep else None)
+        fill_from(
+            model,
+            stored,
+            device,
+            origin=self.folder,
+            form_of=self.form_of if keep else None,
+            when_read=when_read,
+        )
         if keep:
             set_orders(model, self._order_of)
             model.stored_as = self.quantization
@@ -163,8 +188,15 @@ class DummyCheckpoint(Checkpoint):
         super().__init__(name, config)
         self.tokenizer_folder = tokenizer_folder
 
-    def fill(self, model: CausalLM, device: torch.device, *, keep_groups: bool = False) -> None:  # noqa: ARG002
-        fill_randomly(model, device, DUMMY_SEED)
+    def fill(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        *,
+        keep_groups: bool = False,  # noqa: ARG002 - a dummy has no groups
+        when_read: Callable[[Linear], None] | None = None,
+    ) -> None:
+        fill_randomly(model, device, DUMMY_SEED, when_read)
 
     def tokenizer(self, chat_template: Path | None = None) -> Tokenizer:
         return Tokenizer.from_folder(

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -420,34 +420,37 @@ class CausalLM(nn.Module, ABC):
         """Yield every linear layer, for the measurement of batch invariance."""
         return (Product(layer.in_features, layer.out_features, layer) for layer in self.linear_layers())
 
-    def quantize(self, *, head: bool = True) -> None:
-        """Replace the weights of the linear layers by their int8 form, one layer after the other.
+    def quantize(self, kind: Literal["int8", "int4"] = "int8", *, head: bool = True) -> None:
+        """Replace the weights of all linear layers by their quantized form, one layer after the other.
 
-        A tied embedding becomes int8 with the head: both are one parameter. An untied embedding keeps its type.
+        A tied embedding is quantized with the head: both are one parameter. An untied embedding keeps its type.
 
         Args:
+            kind: as for `quantize_layer`.
             head: whether the head is quantized, too.
         """
         for layer in self.linear_layers():
             if head or layer is not self.lm_head:
-                layer.quantize()
+                self.quantize_layer(layer, kind)
+        if kind == "int4":
+            if self.config.tie_word_embeddings:
+                self.embedding_layout = self.lm_head.layout
+            self.stored_as = "int4"
         self._tie()
 
-    def quantize_to_int4(self) -> None:
-        """Replace the weights of the linear layers by four bits in groups of 32 inputs, the head's by eight bits.
+    def quantize_layer(self, layer: Linear, kind: Literal["int8", "int4"]) -> None:
+        """Replace a linear layer's weight by its quantized form. A layer that has one stays as it is.
 
-        A layer whose inputs are no whole groups becomes int8, and a layer that is int8 stays. A tied embedding is
-        that of the head, as with `quantize`.
+        Args:
+            kind: `int4` is four bits in groups of 32 inputs, and eight bits for the head. A layer whose inputs are
+                no whole groups becomes int8.
         """
-        for layer in self.linear_layers():
-            if layer.weight_scale is not None or layer.in_features % int4.GROUP:
-                layer.quantize()
-            else:
-                layer.quantize_in_groups(int4.HEAD_FORM if layer is self.lm_head else int4.FORM)
-        if self.config.tie_word_embeddings:
-            self.embedding_layout = self.lm_head.layout
-        self._tie()
-        self.stored_as = "int4"
+        if layer.weight_scale is not None or layer.layout is not None:
+            return
+        if kind == "int4" and layer.in_features % int4.GROUP == 0:
+            layer.quantize_in_groups(int4.HEAD_FORM if layer is self.lm_head else int4.FORM)
+        else:
+            layer.quantize()
 
     def group_embedding(self, form: Form) -> None:
         """Replace the embedding by room for weights in groups. A tied one is the head's, which has its by now."""

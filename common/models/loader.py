@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.errors import StartupError
 from common.json_file import read_json
-from common.models.layers import CausalLM, Linear
+from common.models.layers import CausalLM, Linear, RMSNorm
 from common.models.packed import Stored
 from common.models.progress import shown
 from kernels.grouped import Form
@@ -240,6 +240,7 @@ def fill_from(
     shapes: str = "config.json",
     spelled: Callable[[str], str] = str,
     form_of: Callable[[str], Form | None] | None = None,
+    when_read: Callable[[Linear], None] | None = None,
 ) -> None:
     """Allocate a model that was built on the meta device, and read its weights.
 
@@ -251,6 +252,7 @@ def fill_from(
         shapes: the part of the checkpoint that the model's shapes come from, for the error message.
         spelled: takes a tensor's name in Hugging Face checkpoints, and returns its name in `stored`.
         form_of: the same for `make_groups`: matrices that have a form are read as groups.
+        when_read: as for `Checkpoint.fill`.
 
     Raises:
         StartupError: tensors are missing, unexpected or of a wrong shape (the message has the first names), or a
@@ -277,8 +279,21 @@ def fill_from(
         make_groups(model, form_of)
     model.materialise(device)
     held = {spelled(name): rows for name, rows in checkpoint_tensors(model).items()}
+    unread = {
+        module: {
+            spelled(f"{name}.{kind}") for name in _names(path) for kind in dict(module.named_parameters())
+        }
+        for path, module in model.named_modules()
+        if isinstance(module, Linear) and when_read is not None
+    }
+    layer_of = {name: layer for layer, names in unread.items() for name in names}
     for name in shown((name, held[name].nbytes) for name in stored):
-        stored[name].read_into(held[name])
+        stored[name].read_into(held.pop(name))  # a view that was kept would keep the memory
+        layer = layer_of.get(name)
+        if layer is not None and when_read is not None:
+            unread[layer].remove(name)
+            if not unread[layer]:
+                when_read(layer)
 
 
 def _rename(name: str, prefixes: Mapping[str, str]) -> str:
@@ -303,17 +318,27 @@ def read_fully(file: BinaryIO, view: memoryview) -> None:
         done += count
 
 
-def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
+def fill_randomly(
+    model: CausalLM, device: torch.device, seed: int, when_read: Callable[[Linear], None] | None = None
+) -> None:
     """Allocate a dummy and draw its weights: normally distributed, with deviation 0.02.
 
     Norm weights are not random: they get the value with which norms multiply by 1. Other weights are rounded to the
     checkpoint's type, like those of a real checkpoint.
+
+    Args:
+        when_read: as for `Checkpoint.fill`.
     """
     model.materialise(device)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0 - model.config.norm_offset)
-        else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-            parameter.data.copy_(parameter.data.to(model.config.dtype))
+    for module in model.modules():
+        if module is model.lm_head and model.config.tie_word_embeddings:
+            continue  # drawn as the embedding
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.data.fill_(1.0 - model.config.norm_offset)
+            else:
+                parameter.data.normal_(0.0, 0.02, generator=generator)
+                parameter.data.copy_(parameter.data.to(model.config.dtype))
+        if isinstance(module, Linear) and when_read is not None:
+            when_read(module)

@@ -11,6 +11,7 @@ To add an architecture, write a subclass of `CausalLM`, or of a model that is al
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,7 @@ def load_model(
     dtype: torch.dtype,
     max_positions: int,
     keep_groups: bool = False,
+    quantize: Literal["int8", "int4"] | None = None,
 ) -> CausalLM:
     """Build a checkpoint's model and fill its weights.
 
@@ -195,12 +197,17 @@ def load_model(
         dtype: the type of weights and activations.
         max_positions: length of the rotary tables.
         keep_groups: as for `Checkpoint.fill`.
+        quantize: how each layer is quantized as soon as it is read (`CausalLM.quantize`), if it is.
 
     Raises:
         StartupError: the weights do not fit the config, or cannot be read.
     """
     model = _without_memory(checkpoint.config, dtype, max_positions)
-    checkpoint.fill(model, device, keep_groups=keep_groups)
+    if quantize is None:
+        checkpoint.fill(model, device, keep_groups=keep_groups)
+    else:
+        checkpoint.fill(model, device, when_read=functools.partial(model.quantize_layer, kind=quantize))
+        model.quantize(quantize)  # a tied head
     return model.eval()
 
 
@@ -223,10 +230,8 @@ def weight_bytes(
     model = _without_memory(config, dtype, max_positions=1)
     if form_of is not None:
         make_groups(model, form_of)
-    if quantized == "int4":
-        model.quantize_to_int4()
-    elif quantized != "none":
-        model.quantize(head=quantized == "int8")
+    if quantized != "none":
+        model.quantize("int4" if quantized == "int4" else "int8", head=quantized != "layers")
     total = sum(weight.nbytes for weight in model.parameters())
     twice = packed and config.tie_word_embeddings and model.lm_head.layout is None
     return total + (model.lm_head.weight.nbytes if twice else 0)

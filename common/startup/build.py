@@ -159,24 +159,24 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
             "or a model without --quantize"
         )
     form_of = checkpoint.form_of if keep_groups else None
-    sizes = functools.partial(weight_bytes, checkpoint.config, dtype, form_of=form_of)
-    weights, read = sizes(packed=native, quantized=quantized), sizes(quantized=own)
+    weights = weight_bytes(checkpoint.config, dtype, packed=native, quantized=quantized, form_of=form_of)
     limit = checkpoint.config.max_position_embeddings
     config = with_context(config, checkpoint.config, dtype, device, weights=weights, limit=limit)
     config = sized_for(config, checkpoint.config, dtype, device, weights=weights)
     assert config.max_seq_len is not None
-    check_memory(config, checkpoint.config, dtype, device, weights=weights, read=read)
+    check_memory(config, checkpoint.config, dtype, device, weights=weights)
     tokenizer = checkpoint.tokenizer(config.chat_template)
     if config.escape_special_tokens:
         tokenizer.escape_special_tokens()
     started = time.perf_counter()
     model = load_model(
-        checkpoint, device=device, dtype=dtype, max_positions=config.max_seq_len, keep_groups=keep_groups
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        max_positions=config.max_seq_len,
+        keep_groups=keep_groups,
+        quantize=config.quantize if config.quantize in ("int8", "int4") else None,
     )
-    if config.quantize == "int8":
-        model.quantize()
-    if config.quantize == "int4":
-        model.quantize_to_int4()
     if native:
         model.pack()
     if device.type == "cuda":

@@ -111,14 +111,11 @@ def check_memory(
     device: torch.device,
     *,
     weights: int,
-    read: int = 0,
 ) -> None:
     """Log the memory estimate of an engine, and compare it with the memory that is free.
 
     Args:
         config, model, dtype, device, weights: as for `estimate_memory`.
-        read: bytes of the weights as they are read, which are more than `weights` if the weights are quantized
-            afterwards; 0 if they are loaded already.
 
     Raises:
         StartupError: the engine needs more memory than is free.
@@ -136,11 +133,6 @@ def check_memory(
     account += f" = {format_bytes(estimate.total)}"
     available = f"{format_bytes(free)} are free on {device}"
     logger.info("memory at the most: %s; %s", account, available)
-    if read > free:
-        raise StartupError(
-            f"the weights take {format_bytes(read)} until they are quantized, but only {available}: take a "
-            "checkpoint whose weights are int8, or a smaller model"
-        )
     if estimate.weights > free:
         raise StartupError(
             f"{account}, but only {available}: the weights alone do not fit; take a smaller model, "

@@ -60,7 +60,7 @@ def test_a_model_of_four_bits_computes_what_its_dequantized_weights_do(tied: boo
     # The inputs of `down_proj` are no whole groups.
     save_tiny(tmp_path, "llama", hidden_size=96, tie_word_embeddings=tied)
     model, rounded = load(tmp_path), load(tmp_path)
-    model.quantize_to_int4()
+    model.quantize("int4")
     for layer, twin in zip(model.linear_layers(), rounded.linear_layers(), strict=True):
         if layer.layout is None:
             assert layer.weight.dtype == torch.int8

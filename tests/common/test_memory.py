@@ -123,12 +123,9 @@ def test_memory_that_does_not_suffice_is_refused_part_by_part(monkeypatch: pytes
     check_memory(EIGHT, LLAMA_3B, torch.bfloat16, CPU, weights=weights)
 
 
-def test_weights_that_do_not_fit_alone_or_before_they_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     set_free(monkeypatch, 4 * GB)
     assert "the weights alone do not fit; take a smaller model" in refusal(EIGHT, weights=5 * GB)
-    assert "the weights take 6.0 GB until they are quantized, but only 4.0 GB are free" in refusal(
-        EIGHT, weights=GB, read=6 * GB
-    )
 
 
 def test_the_advice_is_the_phases_own(monkeypatch: pytest.MonkeyPatch) -> None:
