@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -60,9 +61,11 @@ class TieredPool(PrefixCachingPool):
         name, block_bytes = fingerprint.hex()[:16], self.block_size * self.shape.bytes_per_token
         try:
             file = BlockFile(config.kv_tier, name, block_bytes, config.kv_tier_bytes)
-            self.tier = Tier(file, self._load, self.block_size * token_s)
         except (OSError, ValueError) as error:
             logger.warning("no blocks are kept in %s: %s", config.kv_tier, error)
+        else:
+            self.tier = Tier(file, self._load, self.block_size * token_s)
+            threading.Thread(target=self.tier.work, name="kv-tier", daemon=True).start()
 
     # ------------------------------------------------------------------ hits
 

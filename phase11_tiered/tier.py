@@ -54,7 +54,7 @@ class Tier:
     """The blocks in a file, by their keys. If the file is full, the least recently used block is evicted.
 
     Args:
-        file: the file.
+        file: the file. A thread must call `work`.
         load: returns the bytes of a node's block in the pool; None if the node has left the tree. The thread calls
             it.
         block_s: seconds that computing a block takes.
@@ -74,8 +74,6 @@ class Tier:
         self._jobs: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._counting = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="kv-tier", daemon=True)
-        self._thread.start()
         logger.info("%s holds %d of at most %d blocks", file.path, len(self._places), file.places)
 
     # ------------------------------------------------------------------ for the engine's thread
@@ -156,7 +154,8 @@ class Tier:
 
     # ------------------------------------------------------------------ the tier's own thread
 
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Do jobs, for ever. A thread calls this."""
         while job := self._jobs.get()[2]:  # None ends the thread
             try:
                 job()

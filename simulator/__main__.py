@@ -90,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="how likely a guess of phase 10 comes true (0: no guesses)",
     )
+    group.add_argument(
+        "--disk",
+        type=float,
+        default=1.0,
+        metavar="GB/S",
+        help="how fast phase 11 reads, if it has a kv-tier: nothing is written to that folder (1)",
+    )
     group = top.add_argument_group("time")
     group.add_argument(
         "--machine", help="prices of a machine whose name begins so (this one if it was measured, else any)"
@@ -175,6 +182,9 @@ class Column:
         if not 0 <= options.acceptance <= 1:
             raise ValueError(f"--acceptance {options.acceptance}: a probability is between 0 and 1")
         self.acceptance = options.acceptance
+        if not options.disk > 0:
+            raise ValueError(f"--disk {options.disk}: a rate is positive")
+        self.disk_bytes_s = options.disk * 1e9
 
     def _cost(self, options: argparse.Namespace) -> tuple[Cost, str]:
         config = self.package.Config(**self.options)
@@ -195,7 +205,13 @@ class Column:
 
     def engines(self, count: int) -> list[Engine]:
         return [
-            simulate_engine(self.package, self.cost, acceptance=self.acceptance, **self.options)
+            simulate_engine(
+                self.package,
+                self.cost,
+                acceptance=self.acceptance,
+                disk_bytes_s=self.disk_bytes_s,
+                **self.options,
+            )
             for _ in range(count)
         ]
 

@@ -73,8 +73,8 @@ def stop(engine: Engine) -> None:
 
 
 def stop_tier(tier: Tier) -> None:
+    settle_tier(tier)
     tier._jobs.put((AT_LAST, 0, None))
-    tier._thread.join()
     tier._file.close()
 
 

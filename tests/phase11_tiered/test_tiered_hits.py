@@ -188,6 +188,7 @@ def test_a_block_that_has_left_the_tree_pushes_no_other_out_of_the_file(tmp_path
     kept.digest, evicted.digest = bytes([1] * 32), bytes([2] * 32)
     one_place = BlockFile(tmp_path, "blocks", 8, HEADER_BYTES + 8)
     tier = Tier(one_place, lambda node: None if node.parent is None else b"contents", SLOW_S)
+    threading.Thread(target=tier.work).start()
     try:
         for node in (kept, evicted):
             tier.keep(node)

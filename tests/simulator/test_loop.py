@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.metrics import summarize, summarize_server
 from benchmarks.workloads import WORKLOADS, planned_requests
@@ -169,3 +170,34 @@ def test_guesses_that_come_true_save_passes(acceptance: float) -> None:
     else:
         assert seconds < (0.75 if acceptance < 1 else 0.25) * usual
         assert counters.accepted_tokens >= (0.1 if acceptance < 1 else 0.95) * counters.draft_tokens
+
+
+@pytest.mark.parametrize("gigabytes", [4, 0.001])
+def test_a_tier_is_read_at_its_rate_if_that_pays(gigabytes: float) -> None:
+    """A prompt comes again after others have pushed it out of memory. Times are computed by hand."""
+    options = {"num_blocks": 33, "block_size": 16, "prefill_chunk_size": 512, "max_seq_len": 600}
+    cost, text = LinearCost(token_s=1e-3), range(513)
+    arrivals = [
+        Arrival(0, 0.0, text, 2),
+        Arrival(1, 10.0, range(1000, 1513), 2),
+        Arrival(2, 20.0, text, 2),
+    ]
+    found = {}
+    for name, more in (("without", {}), ("with", {"kv_tier": "nowhere"})):
+        simulated = simulate_engine(
+            11, cost, model="dummy:llama-60m", disk_bytes_s=gigabytes * 1e9, **options, **more
+        )
+        run(simulated, arrivals, seen := Timelines())
+        found[name] = [record.ttft_s for record in seen.requests]
+        assert_all_free(simulated)
+    shape = simulated.runner.model.config.kv_shape(torch.float32)
+    reading_s = 512 * shape.bytes_per_token / (gigabytes * 1e9)
+    counters = simulated.telemetry.counters
+    assert found["with"][:2] == pytest.approx(found["without"][:2])
+    if gigabytes == 4:
+        assert counters.tier_hits == 32
+        assert reading_s < found["with"][2] < reading_s + 0.005
+        assert counters.tier_saved_s == pytest.approx(0.512 - reading_s)
+    else:
+        assert (counters.tier_hits, counters.tier_declined) == (0, 32)
+        assert found["with"][2] == pytest.approx(found["without"][2])
