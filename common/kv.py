@@ -299,6 +299,10 @@ class KVPool(ABC):
         """Return the blocks that the prefix cache keeps and no sequence uses, in the order of eviction."""
         return ()
 
+    def disk_blocks(self) -> tuple[int, int]:
+        """Return the number of blocks in a file below the prefix cache, and of its places; (0, 0) without one."""
+        return 0, 0
+
     def counts(self) -> Mapping[str, float]:
         """Return the pool's own totals since the start, by their names in `telemetry.Counters`."""
         return {}

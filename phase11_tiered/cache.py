@@ -119,6 +119,9 @@ class TieredPool(PrefixCachingPool):
             self.tier.clear()
         return super().reset_prefix_cache()
 
+    def disk_blocks(self) -> tuple[int, int]:
+        return (0, 0) if self.tier is None else self.tier.size
+
     def counts(self) -> Mapping[str, float]:
         if self.tier is None:
             return super().counts()

@@ -74,9 +74,14 @@ class Tier:
         self._jobs: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._counting = threading.Lock()
-        logger.info("%s holds %d of at most %d blocks", file.path, len(self._places), file.places)
+        logger.info("%s holds %d of at most %d blocks", file.path, *self.size)
 
     # ------------------------------------------------------------------ for the engine's thread
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of blocks in the file, and of places."""
+        return len(self._places), self._file.places
 
     def fetch(self, keys: Iterable[bytes], first: int) -> Fetch:
         """Begin to read blocks of a text, from block `first` on, as many as the file has. Reads none if computing

@@ -16,6 +16,7 @@ frame   step       its number
                      ""                          nothing in this step
         tables     [[request, unchanged entries, block, …], …]: a block table from its first changed entry on
         kept       [[block, …], [block, …]]: unused blocks that the prefix cache now keeps, and keeps no longer
+        disk       [blocks, places]: blocks in the file of phase 11, and how many it holds
         found      [[request, tokens], …]: prefix hits of requests whose prefill begins
         verified   [[request, number], …]: number of a request's guesses in the previous frame that were accepted
         preempted  [request, …]: requests that were preempted
@@ -23,7 +24,7 @@ frame   step       its number
 ```
 
 Requests and blocks are numbers. From each key frame on, the first frame with a request's number has its id, too.
-A block in several tables is shared. `memory`, `waiting`, `tables` and `kept` are written when they change,
+A block in several tables is shared. `memory`, `waiting`, `tables`, `kept` and `disk` are written when they change,
 `requests`, `found`, `verified`, `preempted` and `ended` when there are any. A request that is not `running` has no
 table. A reader may start at any key frame, and needs all frames from there to the frame it shows.
 
@@ -93,6 +94,7 @@ class FrameMaker:
         self._memory = (-1, -1)
         self._waiting: tuple[int, list[int]] = (0, [])
         self._kept: set[int] = set()
+        self._disk = (0, 0)
         self._ended: list[StepOutput] = []  # terminal outputs since the latest frame
         self._until_key = 0
         self._key_step = 0  # step of the latest key frame
@@ -130,6 +132,7 @@ class FrameMaker:
         live, have a seat or have just ended keep their numbers."""
         self._until_key = KEY_EVERY
         self._memory, self._waiting, self._kept = (-1, -1), (0, []), set()
+        self._disk = (0, 0)
         for known in self._known.values():
             known.table = []
         seated = set(self._engine.scheduler.active)
@@ -176,6 +179,8 @@ class FrameMaker:
         if kept != self._kept:
             frame["kept"] = [sorted(kept - self._kept), sorted(self._kept - kept)]
             self._kept = kept
+        if (disk := pool.disk_blocks()) != self._disk:
+            frame["disk"] = self._disk = disk
         tables = []
         for known in self._running:
             slot = known.request.slot

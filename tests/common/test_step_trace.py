@@ -31,6 +31,7 @@ class Reader:
         self.waiting: tuple[int, list[int]] = (0, [])
         self.memory: list[int] = []
         self.running: list[Any] = []
+        self.disk = [0, 0]
 
     def read(self, frame: dict[str, Any]) -> None:
         if frame.get("key"):
@@ -41,6 +42,7 @@ class Reader:
         assert self.ids.keys() >= set(told), "who is spoken of is named"
         self.memory = frame.get("memory", self.memory)
         self.waiting = frame.get("waiting", self.waiting)
+        self.disk = frame.get("disk", self.disk)
         for number, stays, *blocks in frame.get("tables", ()):
             self.tables[number] = [*self.tables.get(number, ())[:stays], *blocks]
         self.tables = {row[0]: self.tables[row[0]] for row in self.running}
@@ -56,6 +58,7 @@ class Reader:
             "waiting": (self.waiting[0], [self.ids[number] for number in self.waiting[1]]),
             "memory": list(self.memory),
             "kept": self.kept,
+            "disk": list(self.disk),
         }
 
 
@@ -72,6 +75,7 @@ def truth(engine: Engine) -> dict[str, Any]:
         "waiting": (len(waiting), waiting[:WAITING_NAMED]),
         "memory": [pool.num_blocks, pool.block_size],
         "kept": set(pool.kept_blocks()),
+        "disk": list(pool.disk_blocks()),
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from common.server.errors import ApiError
 from common.server.options import ServerOptions
 from common.server.page import live_view
 from common.server.page.live_view import LiveView, Viewer
+from tests.phase11_tiered.support import engine_of as tiered_engine_of
+from tests.phase11_tiered.support import settle, stop
 from tests.support.engines import build, continuation, greedy, read, submit, tokens, until, working
 from tests.support.servers import Event, ServerProcess, assert_error, read_events
 
@@ -83,6 +86,32 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
         assert frames[0]["key"]
         assert frames[-1]["step"] == engine.telemetry.latest.step, "the last step is told of, if late"
         view.close(viewer)
+
+
+async def test_blocks_on_disk_are_counted(tmp_path: Path) -> None:
+    engine = tiered_engine_of(tmp_path)
+    async with working(engine) as async_engine:
+        view = LiveView(async_engine)
+        events = events_of(viewer := view.open())
+        await until(lambda: bool(engine.watchers))
+        seen = []
+        for prompt in (list(b"one two three"), list(b"another")):
+            await read(submit(async_engine, prompt, greedy(5)))
+            settle(engine)
+            seen += [frame["disk"] for frame in await frames_until_idle(events) if "disk" in frame]
+        stored = [blocks for blocks, _ in seen]
+        assert stored == sorted(stored), "no block is evicted from a file with room"
+        assert {places for _, places in seen} == {engine.runner.pool.disk_blocks()[1]}
+        view.close(viewer)
+        events = events_of(viewer := view.open())
+        await read(submit(async_engine, list(b"third"), greedy(5)))
+        frames = await frames_until_idle(events)
+        assert frames[0]["key"]
+        assert frames[0]["disk"][0] >= 6, (
+            "three full blocks of the first request, two of the second, and answers"
+        )
+        view.close(viewer)
+    stop(engine)
 
 
 async def test_no_frames_are_made_without_viewers() -> None:

@@ -544,6 +544,24 @@ def test_the_picture_follows_the_engine_until_it_is_paused(
 
 
 @pytest.mark.browser
+def test_blocks_on_disk_have_a_shade_of_their_own(tab: Tab, tmp_path: Path) -> None:
+    with ServerProcess("phase11_tiered", "--kv-tier", str(tmp_path), "--kv-tier-bytes", str(2**24)) as server:
+        tab.open(server.url)
+        tab.ask("document.querySelector('#views [data-view=engine]').click()")
+        server.complete(prompt="Once upon a time " * 20, max_tokens=30, ignore_eos=True)
+        eventually(lambda: server.counters()["tier_written_bytes"] > 0)
+        server.complete(max_tokens=5)
+        tab.until("document.querySelector('.sv-memory-head').textContent.includes(' on disk')")
+        assert any(each.startswith("on disk") for each in texts(tab, ".sv-legend span:not([hidden])"))
+        shades = [
+            tab.ask(f"getComputedStyle(document.querySelector('.steps-viewer .sv-{look}')).fill")
+            for look in ("disk", "free", "kept")
+        ]
+        assert len(set(shades)) == 3
+        tab.assert_well(server.url)
+
+
+@pytest.mark.browser
 def test_a_server_without_the_view_says_so(tab: Tab) -> None:
     with ServerProcess("phase5_continuous", "--no-live-view") as server:
         tab.open(server.url)

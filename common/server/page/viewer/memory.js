@@ -35,6 +35,8 @@ class MemoryPicture {
     const words = [`memory: ${this.summary} of ${size} tokens in use`];
     if (shared) words.push(`${shared} shared`);
     if (kept) words.push(`${kept} kept for later prompts`);
+    const [stored, places] = frame.disk;
+    if (places) words.push(`${stored} of ${places} on disk`);
     this.heading.textContent = blocks ? words.join(", ") : "memory: none is taken";
     const all = blocks <= MOST_IN_PLACE, held = [...owners.keys()].sort((a, b) => a - b);
     const drawn = all ? Array.from({ length: blocks }, (_, block) => block) : held.slice(0, MOST_DRAWN);
@@ -53,16 +55,22 @@ class MemoryPicture {
       if (owned) this.drawBlock(layer, owned, [x, y, w - 2 * gap, h - 2 * gap, round]);
       else layer.box(state.kept.has(block) ? "sv-kept" : "sv-free", null, x, y, w - 2 * gap, h - 2 * gap, round);
     });
-    const below = rows * h + (all ? 0 : 4);
-    if (!all) this.drawBar(layer, below, [["sv-in-use", held.length], ["sv-kept", kept], ["sv-free", blocks - held.length - kept]]);
-    this.element.innerHTML = `<svg width="${width}" height="${Math.max(below + (all ? 0 : BAR), 1)}" role="img"
+    let below = rows * h;
+    /** @param {[look: string, count: number][]} parts */
+    const bar = parts => {
+      this.drawBar(layer, below + 4, parts);
+      below += 4 + BAR;
+    };
+    if (!all) bar([["sv-in-use", held.length], ["sv-kept", kept], ["sv-free", blocks - held.length - kept]]);
+    if (places) bar([["sv-disk", stored], ["sv-free", places - stored]]);
+    this.element.innerHTML = `<svg width="${width}" height="${Math.max(below, 1)}" role="img"
       aria-label="${escaped(this.heading.textContent)}" style="--sv-dots: url(#${this.id})">
       <defs><pattern id="${this.id}" width="6" height="6" patternUnits="userSpaceOnUse">
         <circle class="sv-dot" cx="3" cy="3" r="1.3"/></pattern></defs>${layer.svg("")}</svg>`;
   }
 
   /**
-   * All blocks as one bar: in use, kept, free.
+   * Blocks as one bar: those of memory in use, kept, free; or those on disk, and free places.
    * @param {Layer} layer @param {number} y @param {[look: string, count: number][]} parts
    */
   drawBar(layer, y, parts) {

@@ -19,7 +19,7 @@
  * @typedef {{format: string, version: number, phase: [number, string], seats: number, max_seq_len: number}} Header
  * @typedef {{step: number, start: number, took: number, key?: boolean, memory: [number, number],
  *   requests?: [number, string, number, number][], waiting: [number, number[]], running: Row[],
- *   tables?: number[][], kept?: [number[], number[]], found?: [number, number][], verified?: [number, number][], preempted?: number[],
+ *   tables?: number[][], kept?: [number[], number[]], disk: [number, number], found?: [number, number][], verified?: [number, number][], preempted?: number[],
  *   ended?: [number, string][], done: number}} Frame
  * @typedef {{id: string, prompt: number, fresh: number, found: number, seen: number}} Named
  * @typedef {{index: number, tables: Map<number, number[]>, kept: Set<number>}} State
@@ -54,6 +54,7 @@ class StepTrace {
     if (!last && !frame.key) return;
     frame.waiting ??= frame.key ? [0, []] : last?.waiting;
     frame.memory ??= last?.memory;
+    frame.disk ??= frame.key ? [0, 0] : last?.disk;
     frame.done = (last?.done ?? 0) + (frame.ended?.length ?? 0);
     const index = this.forgotten + this.frames.length;
     for (const [number, id, prompt, fresh] of frame.requests ?? [])
@@ -79,6 +80,7 @@ class StepTrace {
     if (frame.ended?.length) this.looks.add("end");
     if (frame.found?.length) this.looks.add("found");
     if (frame.kept?.[0].length) this.looks.add("kept");
+    if (frame.disk[0]) this.looks.add("disk");
     if (frame.preempted?.length) this.looks.add("lost");
     if (last && frame.step > last.step + 1) this.looks.add("gap");
   }

@@ -19,6 +19,7 @@ const LEGEND = {
   end: "the request ends",
   found: "prompt found in memory, so not computed again",
   kept: "kept: no request has this block, a later prompt may begin with its tokens",
+  disk: "on disk: this block is in the file below the memory, a later prompt may read it",
   lost: "preempted: memory ran out, or its client held more seats than its share. It starts again later",
   gap: "steps left out",
 };
