@@ -15,7 +15,7 @@ import torch
 
 import benchmarks.__main__ as command_line
 from benchmarks.client import Endpoint, new_record, send
-from benchmarks.loadgen import run_load
+from benchmarks.loadgen import generate_load
 from benchmarks.peers import registry
 from benchmarks.peers.generate import create_app
 from benchmarks.peers.registry import peer_target, vllm_environment
@@ -144,7 +144,7 @@ def test_llama_cpp_gets_the_memory_of_the_paged_phases_and_results_keep_no_folde
 def measure(target: Target) -> list[RequestRecord]:
     with RunningServer(target) as server:
         requests = [PlannedRequest(i, 0.0, [5 + i, 9, 11] * (i + 1), 3 * (i + 1), 6 + i) for i in range(3)]
-        records = run_load(plan(server.url, requests)).requests
+        records = asyncio.run(generate_load(plan(server.url, requests))).requests
     assert server.exit_code == 0
     return records
 

@@ -76,7 +76,12 @@ def piece_of(event: Any) -> str:
     return str(event.delta) if event.type in ("response.output_text.delta", "content.delta") else ""
 
 
-@pytest.fixture(params=PREFIXES)
+#: The routes of both prefixes are the same functions, so the ordinary suite asks both only where they differ.
+OTHER_PREFIX = pytest.param(PREFIXES[1], marks=pytest.mark.clients)
+on_both_prefixes = pytest.mark.parametrize("prefix", PREFIXES, indirect=True)
+
+
+@pytest.fixture(params=[PREFIXES[0], OTHER_PREFIX])
 def prefix(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -109,6 +114,7 @@ def prompt(name: str) -> Any:
 
 
 @on_apis
+@on_both_prefixes
 def test_json_and_stream(api: Api, server: ServerProcess, prompt: Any) -> None:
     """Completions, chat and responses, whole and streamed with usage, under both prefixes."""
     expected = completed(server, prompt=prompt)
@@ -347,6 +353,7 @@ def test_a_function_of_a_response(client: openai.OpenAI, asked: dict[str, Any]) 
 
 
 @on_apis
+@on_both_prefixes
 def test_refusals(api: Api, prefix: str) -> None:
     """Refusals as the library's exceptions, and the next request, under both prefixes."""
     refusal = openai.UnprocessableEntityError if prefix == "/v1" else openai.BadRequestError

@@ -217,7 +217,7 @@ def read(
 # ---------------------------------------------------------------------- schemas
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
     syntax = drawn.draw(st.sampled_from(SYNTAXES))

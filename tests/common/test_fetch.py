@@ -143,18 +143,21 @@ def test_an_index_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_package_that_is_not_there(index: Path) -> None:
-    (index / "second-1.0-py3-none-any.whl").unlink()
-    assert "pip cannot download second==1.0: Could not find a version" in refusal()
+    (index / "first-1.0-py3-none-any.whl").unlink()
+    assert "pip cannot download first==1.0: Could not find a version" in refusal()
 
 
 @pytest.mark.parametrize("where", ["pip", "copy"])
-def test_a_full_disk(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     if where == "pip":
         pip = tmp_path / "pip"
         pip.write_text("#!/bin/sh\necho 'ERROR: OSError: [Errno 28] No space left on device' >&2\nexit 1\n")
         pip.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(pip))
     else:
+        request.getfixturevalue("quick_pip")
 
         def fail(*_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -129,8 +129,10 @@ def test_an_answer_that_ends_of_itself_has_the_form_that_was_asked_for(subject: 
     ended: set[str] = set()
     for arrival in restricted_requests(subject, most=96):
         form = forms.get(arrival.params.grammar)
+        if form is None:
+            continue
         tokens = subject.alone(arrival.prompt, arrival.params).tokens
-        if form is not None and len(tokens) < 96:
+        if len(tokens) < 96:
             text = subject.tokenizer.decode(tokens)
             assert form.matches(text), (form.name, text)
             ended.add(form.name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging.handlers
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kernels.int8 import linear_int8_reference, quantize
 from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, packed_linear
 from kernels.rms_norm import fused_add_rms_norm_native, rms_norm_native
 from tests.kernels.support import BF16, DTYPES, FP32, draw
+from tests.support.forked import in_a_fork
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -257,30 +258,30 @@ def test_a_long_sequence_has_the_same_bits_on_any_number_of_threads(dtype, windo
 
 # ---------------------------------------------------------------------- building
 
-LOAD = """
-import logging, sys
-from pathlib import Path
-logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
-import torch
-from kernels import native
-from kernels.cache_folder import default_cache
-from kernels.gated_act import gated_act
-loaded = native.load_native_kernels(Path(sys.argv[1]))
-assert torch.equal(gated_act(torch.zeros(2, 6), "silu"), torch.zeros(2, 3))
-print("native" if loaded else "torch", native.count_libgomps())
-"""
 
-COMPILER = """#!{python}
-import shutil, sys, time
-with open({calls!r}, "a") as calls:
-    calls.write(" ".join(sys.argv[1:]) + "\\n")
-if "--version" in sys.argv:
-    print("stand-in 1.0")
-elif "-shared" in sys.argv:
-    time.sleep(0.5)
-    shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
-else:
-    open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+def load(cache: Path, compiler: Path) -> list[str]:
+    """Load the kernels. Returns the lines that were logged, and one more: what computes, and the copies of libgomp.
+
+    Torch's own lines are left out: its CUDA build warns if there is a CUDA toolkit and no GPU.
+    """
+    os.environ["CXX"] = str(compiler)
+    logged = logging.handlers.BufferingHandler(1000)
+    logging.basicConfig(level="INFO", handlers=[logged])
+    loaded = native.load_native_kernels(cache)
+    assert torch.equal(gated_act(torch.zeros(2, 6), "silu"), torch.zeros(2, 3))
+    lines = [each.getMessage() for each in logged.buffer if not each.name.startswith("torch")]
+    return [*lines, f"{'native' if loaded else 'torch'} {native.count_libgomps()}"]
+
+
+COMPILER = """#!/bin/sh
+echo "$*" >> '{calls}'
+case "$*" in
+    *--version*) echo "stand-in 1.0"; exit ;;
+    *-shared*) made='{library}'; sleep 0.5 ;;
+    *) made=/dev/null ;;
+esac
+while [ "$1" != -o ]; do shift; done
+cp "$made" "$2"
 """
 
 
@@ -293,28 +294,13 @@ class Workshop:
         self.calls.touch()
         self.compiler = folder / "c++"
         library = next(default_cache().glob(f"{native.key_of_this_machine()}/*.so"))
-        text = COMPILER.format(python=sys.executable, calls=str(self.calls), library=str(library))
+        text = COMPILER.format(calls=self.calls, library=library)
         self.compiler.write_text(text)
         self.compiler.chmod(self.compiler.stat().st_mode | stat.S_IEXEC)
 
-    def start(self, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", LOAD, str(self.cache)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"CXX": str(self.compiler)} | env,
-        )
-
-    def load(self, **env: str) -> list[str]:
-        """Load the kernels in a process. Returns the lines of its output; the last says what computes.
-
-        Torch's own lines are left out: its CUDA build warns if there is a CUDA toolkit and no GPU.
-        """
-        process = self.start(**env)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, said
-        return [line for line in said.splitlines() if "torch/utils/cpp_extension.py" not in line]
+    def load(self) -> list[str]:
+        """Load the kernels in a process of its own (`load`)."""
+        return in_a_fork(load, self.cache, self.compiler)
 
     @property
     def builds(self) -> int:
@@ -344,9 +330,9 @@ def test_built_once_and_then_only_loaded(workshop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_processes_that_start_together_build_once(workshop: Workshop) -> None:
-    processes = [workshop.start() for _ in range(3)]
-    ends = [process.communicate(timeout=60)[0].splitlines()[-1] for process in processes]
-    assert ends == ["native 1"] * 3
+    with ThreadPoolExecutor(3) as pool:
+        said = list(pool.map(lambda _: workshop.load(), range(3)))
+    assert [lines[-1] for lines in said] == ["native 1"] * 3
     assert workshop.builds == 1
 
 

@@ -65,4 +65,4 @@ def test_a_peer_that_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     peer.write_text("raise SystemExit(3)")
     monkeypatch.setattr(own_bits, "PEER", peer)
     with pytest.raises(ValueError, match="exit code 3"):
-        own_bits.speed(models=("qwen3-0.6b",), llama=sys.executable, repeats=1).__next__()
+        next(own_bits.speed(models=("qwen3-0.6b",), ways=(), llama=sys.executable))
