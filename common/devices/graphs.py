@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +22,6 @@ from torch import Tensor
 from kernels.tape import Function
 
 logger = logging.getLogger(__name__)
-
-
-class Captured(Protocol):
-    """A captured function: a graph that can be launched again and again."""
-
-    def set(self, inputs: Sequence[Tensor]) -> None:
-        """Set the values of the captured inputs for the replays from now on."""
-
-    def replay(self) -> None:
-        """Run the captured function again."""
-
-
-Capture = Callable[[Callable[..., None], Sequence[Tensor]], Captured]
 
 
 class CudaGraph:
@@ -56,11 +43,16 @@ class CudaGraph:
             function(*self._inputs)
 
     def set(self, inputs: Sequence[Tensor]) -> None:
+        """Set the values of the captured inputs for the replays from now on."""
         for kept, given in zip(self._inputs, inputs, strict=True):
             kept.copy_(given, non_blocking=True)
 
     def replay(self) -> None:
+        """Run the captured function again."""
         self._graph.replay()
+
+
+Capture = Callable[[Callable[..., None], Sequence[Tensor]], CudaGraph]
 
 
 class Graphs:
@@ -81,7 +73,7 @@ class Graphs:
         self.failed: set[tuple[Hashable, int]] = set()
         self._capture = capture
         self._to_device = to_device
-        self._captured: dict[tuple[Hashable, int], Captured] = {}
+        self._captured: dict[tuple[Hashable, int], CudaGraph] = {}
         self._inputs: dict[tuple[Hashable, int], list[Tensor]] = {}  # each graph's latest, on the host
         self._results: dict[Hashable, tuple[Tensor, ...]] = {}  # [largest size, ...] each
 

@@ -16,12 +16,13 @@ matcher until the request that needs it is submitted, or will not come any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -57,23 +58,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class WakeUp:
-    """Wakes the one task that waits. Cheaper than an `asyncio.Event`, which can wake any number of tasks."""
-
-    def __init__(self) -> None:
-        self._waiting: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        """Wake the task, if one waits."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    def wait(self) -> asyncio.Future[None]:
-        """Return a future that `set` completes. The task awaits it after it has found nothing to do."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        return self._waiting
-
-
 class RequestStream:
     """One request's outputs as they arrive, up to the terminal one. A reader that stops early must call `cancel`.
 
@@ -82,7 +66,7 @@ class RequestStream:
         first_token_s: when the first token arrived, on the clock of `time.monotonic`; None before.
         latest_token_s: when the latest token arrived; 0 before the first.
         longest_gap_s: the longest time between two successive tokens, in seconds.
-        news: wakes the reader when an output has arrived. Streams that are read together share one.
+        news: set when an output has arrived. Streams that are read together share one.
         last: the terminal output; None before it has arrived.
     """
 
@@ -90,7 +74,7 @@ class RequestStream:
         self.request = request
         self._engine = engine
         self._outputs: list[StepOutput] = []
-        self.news = WakeUp()
+        self.news = asyncio.Event()
         self._arrived_s = time.monotonic() if request.arrived_s is None else request.arrived_s
         self.received_tokens = 0
         self.first_token_s: float | None = None
@@ -137,41 +121,6 @@ class RequestStream:
         """Cancel the request, so that the engine frees its place in the queue or its memory. The stream then ends
         with the terminal output. Does nothing if the terminal output has arrived already."""
         self._engine.cancel(self.request.request_id)
-
-
-class HeldPlaces:
-    """Context manager: holds places in the queue for requests that are still being tokenized.
-
-    On exit, places for which no request was submitted are released.
-
-    Args:
-        engine: the engine.
-        count: number of places, which the engine has counted as held already.
-    """
-
-    def __init__(self, engine: AsyncEngine, count: int) -> None:
-        self._engine = engine
-        self._count = count
-
-    def __enter__(self) -> HeldPlaces:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.give_back_places(self._count)
-        self._count = 0
-
-    def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Submit requests, exactly as many as places are held. Returns the streams of their outputs, in order.
-
-        Raises:
-            ValueError: the number of requests is not the number of held places.
-            ShuttingDownError: as `AsyncEngine.submit`.
-        """
-        if len(requests) != self._count:
-            raise ValueError(f"{self._count} places are held, for {len(requests)} requests")
-        streams = self._engine.submit(requests)
-        self._count = 0
-        return streams
 
 
 class RemoteMatcher(Matcher):
@@ -284,8 +233,9 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ requests
 
-    def hold_places(self, count: int = 1) -> HeldPlaces:
-        """Hold places in the queue for `count` requests, all or none, before the requests are tokenized.
+    @contextlib.contextmanager
+    def hold_places(self, count: int = 1) -> Iterator[None]:
+        """Context manager: hold places in the queue for `count` requests, all or none, while they are tokenized.
 
         Raises:
             QueueFullError: fewer than `count` places are free for them (see `check_room`).
@@ -294,7 +244,11 @@ class AsyncEngine:
         self.check_room(count)
         self._held += count
         self._idle.clear()
-        return HeldPlaces(self, count)
+        try:
+            yield
+        finally:
+            self._held -= count
+            self._mark_idle()
 
     def check_room(self, count: int) -> None:
         """Check that `count` requests may be queued at once.
@@ -330,13 +284,8 @@ class AsyncEngine:
         """The number of requests that were submitted and that the engine has not taken."""
         return self._submitted - self._state.taken
 
-    def give_back_places(self, unused: int) -> None:
-        """Release `unused` held places. Only `HeldPlaces` calls this, when it ends."""
-        self._held -= unused
-        self._mark_idle()
-
     def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Submit requests whose places are held. Call it through `HeldPlaces.submit`. Returns their streams.
+        """Submit requests at the end of the block that holds their places. Returns the streams of their outputs.
 
         Raises:
             ShuttingDownError: the time to drain is over, or the engine was stopped.
@@ -344,11 +293,9 @@ class AsyncEngine:
         if self._aborted is not None:
             raise self._aborted
         streams = [RequestStream(self, request) for request in requests]
-        self._held -= len(requests)
         if self.dead is not None:
             for stream in streams:
                 stream.put(fail(stream.request, self.dead))
-            self._mark_idle()
             return streams
         self._streams |= {stream.request.request_id: stream for stream in streams}
         self._submitted += len(requests)

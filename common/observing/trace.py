@@ -21,15 +21,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from common.engine.requests import Phase
 from common.engine.scheduling import PrefillChunk, StepPlan
-from common.engine.telemetry import Part, StepRecord
+from common.engine.telemetry import Part, PartTimer, StepRecord
 from common.errors import StartupError
-from common.observing.step_parts import StepParts
 from common.request import Request, RequestState, StepOutput
 
 if TYPE_CHECKING:  # it imports torch, which the server's process does without
@@ -44,18 +43,6 @@ TRACKS = {"host": 1, "stream": 2}  # the format calls a track a thread
 
 
 # ---------------------------------------------------------------------- sinks
-
-
-class Sink(Protocol):
-    """Receives the bytes of a trace. Each call of `write` has whole events, or the end of the JSON array.
-
-    Raises:
-        OSError: no more bytes can be written.
-    """
-
-    def write(self, data: bytes) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TraceFile:
@@ -107,6 +94,11 @@ class TraceBuffer:
         with self._lock:
             waiting, self._waiting = self._waiting, bytearray()
         return bytes(waiting)
+
+
+#: Receives the bytes of a trace. Each call of `write` has whole events, or the end of the JSON array. It raises
+#: OSError if no more bytes can be written.
+Sink = TraceFile | TraceBuffer
 
 
 # ---------------------------------------------------------------------- one request
@@ -300,14 +292,14 @@ class Tracer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._parts = StepParts(engine)
+        self._timer = PartTimer(engine.clock)
         self._recordings: dict[Sink, Recording] = {}
 
     def start(self, sink: Sink) -> None:
         """Start a recording into a sink. It includes the requests that are live already."""
         engine = self._engine
         if not self._recordings:
-            self._parts.start()
+            self._time_parts(self._timer)
             engine.arrival_watchers.append(self._arrived)
             engine.watchers.append(self._stepped)
         recording = self._recordings[sink] = Recording(sink, engine.phase)
@@ -323,15 +315,27 @@ class Tracer:
         if not self._recordings:
             self._engine.unwatch(self._stepped)
             self._engine.arrival_watchers.remove(self._arrived)
-            self._parts.stop()
+            self._time_parts(None)
 
     def _arrived(self, request: Request) -> None:
         now_s = self._engine.clock()
         self._write_to(self._recordings.values(), lambda one: one.arrived(now_s, request))
 
     def _stepped(self, record: StepRecord, plan: StepPlan, outputs: Sequence[StepOutput]) -> None:
-        parts = self._parts.take()
+        parts = self._timer.take() + self._parts_of_stream()
         self._write_to(self._recordings.values(), lambda one: one.stepped(record, plan, outputs, parts))
+
+    def _time_parts(self, timer: PartTimer | None) -> None:
+        """Time the parts of steps from now on, or stop timing them."""
+        self._engine.telemetry.timer = timer
+        if self._engine.runner.stream is not None:
+            self._engine.runner.stream.time_work(timer is not None)
+
+    def _parts_of_stream(self) -> list[Part]:
+        """Return the stream's latest work that has ended (`Stream.take_times`), perhaps of an earlier step."""
+        stream = self._engine.runner.stream
+        works = [] if stream is None else stream.take_times()
+        return [Part("stream", work.name, work.began_s, work.ended_s) for work in works]
 
     def _write_to(self, recordings: Iterable[Recording], write: Callable[[Recording], None]) -> None:
         """Call `write` for each recording that has not ended early. If its sink fails, the recording ends early and

@@ -90,8 +90,8 @@ async def test_a_step_comes_back_in_one_message(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(async_engine, "_take_step", counted)
         first = submit(async_engine, "zero", greedy(1))
         await until(gate.reached.is_set)
-        with async_engine.hold_places(4) as places:
-            streams = places.submit([async_engine.maker.create(str(i), greedy(6)) for i in range(4)])
+        with async_engine.hold_places(4):
+            streams = async_engine.submit([async_engine.maker.create(str(i), greedy(6)) for i in range(4)])
         gate.open.set()
         await asyncio.gather(*map(read, [first, *streams]))
         assert counts == [1] + [4] * 6
@@ -141,21 +141,19 @@ async def test_places_are_held_and_given_back(phase: str, gate: Gate) -> None:
             lambda: gate.reached.is_set() and async_engine.queue_room() == 4
         )  # the only seat is taken
         with async_engine.hold_places(3):
-            with pytest.raises(QueueFullError):
-                async_engine.hold_places(2)
-            with async_engine.hold_places(1), pytest.raises(QueueFullError):
-                async_engine.hold_places(1)
+            with pytest.raises(QueueFullError), async_engine.hold_places(2):
+                pass
+            with async_engine.hold_places(1), pytest.raises(QueueFullError), async_engine.hold_places(1):
+                pass
         requests = [async_engine.maker.create(str(i), greedy(2)) for i in range(4)]
         with pytest.raises(QueueFullError):
-            async_engine.hold_places(4)  # several places at once must leave a quarter of the queue free
-        with async_engine.hold_places(3) as places:  # all places were given back
-            with pytest.raises(ValueError, match="3 places are held, for 2"):
-                places.submit(requests[:2])
-            streams = places.submit(requests[:3])
-        with async_engine.hold_places(1) as places:
-            streams += places.submit(requests[3:])
+            async_engine.check_room(4)  # several places at once must leave a quarter of the queue free
+        with async_engine.hold_places(3):  # all places were given back
+            streams = async_engine.submit(requests[:3])
+        with async_engine.hold_places(1):
+            streams += async_engine.submit(requests[3:])
         with pytest.raises(QueueFullError):
-            async_engine.hold_places(1)  # requests in the inbox count, though they are not in the queue yet
+            async_engine.check_room(1)  # requests in the inbox count, though they are not in the queue yet
         gate.open.set()
         for stream in [first, *streams]:
             assert (await read(stream))[-1].finish_reason == "length"
@@ -249,17 +247,17 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
             await asyncio.sleep(rng.random() * 0.004)
             count = rng.randint(1, 2)
             try:
-                places = async_engine.hold_places(count)
+                async_engine.check_room(count)
             except QueueFullError:
                 refused += 1
                 continue
-            with places:
+            with async_engine.hold_places(count):
                 await asyncio.sleep(rng.random() * 0.002)
                 if rng.random() < 0.2:
                     continue
                 prompts = [f"{number} {turn} {i}" for i in range(count)]
                 requests = [async_engine.maker.create(p, greedy(rng.randint(1, 6))) for p in prompts]
-                streams = places.submit(requests)
+                streams = async_engine.submit(requests)
             for prompt, stream in zip(prompts, streams, strict=True):
                 if rng.random() < 0.2:
                     stream.cancel()
@@ -298,8 +296,8 @@ async def test_a_refusal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
     async with working(engine) as async_engine:
         first = submit(async_engine, "one", greedy(2))
         await until(gates[0].reached.is_set)
-        with async_engine.hold_places() as places:
-            (odd,) = places.submit([async_engine.maker.create("two", greedy(2), "odd")])
+        with async_engine.hold_places():
+            (odd,) = async_engine.submit([async_engine.maker.create("two", greedy(2), "odd")])
         await until(lambda: has_a_message(async_engine))
         gates[0].open.set()
         await until(gates[1].reached.is_set)
@@ -336,7 +334,7 @@ async def test_drain_waits_for_those_who_run(phase: str, gate: Gate) -> None:
         assert not draining.done()
         assert async_engine.draining
         with pytest.raises(ShuttingDownError):
-            async_engine.hold_places()
+            async_engine.check_room(1)
         gate.open.set()
         assert await draining
         for outputs in await asyncio.gather(*map(read, streams)):
@@ -366,7 +364,7 @@ async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
     engine = engine_of("continuous", slowly, max_seq_len=1000)
     async with working(engine) as async_engine:
         running = submit(async_engine, "one", greedy(990))
-        with async_engine.hold_places() as places:
+        with async_engine.hold_places():
             if end == "stop":
                 await async_engine.stop()
                 drained = None
@@ -374,7 +372,7 @@ async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
                 drained = asyncio.create_task(async_engine.drain(0.02))
                 assert isinstance((await read(running))[-1].error, ShuttingDownError)
             with pytest.raises(ShuttingDownError):
-                places.submit([async_engine.maker.create("late", greedy(3))])
+                async_engine.submit([async_engine.maker.create("late", greedy(3))])
         assert async_engine._held == 0
         assert drained is None or not await drained
 
@@ -382,11 +380,11 @@ async def test_a_request_submitted_after_the_end_is_refused(end: str) -> None:
 async def test_drain_waits_for_those_who_were_held_a_place() -> None:
     engine = engine_of("continuous")
     async with working(engine) as async_engine:
-        with async_engine.hold_places() as places:
+        with async_engine.hold_places():
             draining = asyncio.create_task(async_engine.drain(TIMEOUT_S))
             await asyncio.sleep(0.02)
             assert not draining.done()
-            (stream,) = places.submit([async_engine.maker.create("late", greedy(3))])
+            (stream,) = async_engine.submit([async_engine.maker.create("late", greedy(3))])
         assert len(await read(stream)) == 3
         assert await draining
 
@@ -404,15 +402,15 @@ async def test_a_mistake_of_the_engines_own_ends_it_and_answers_everyone(
             raise mistake
 
         monkeypatch.setattr(engine.scheduler, "plan", plan)
-        with async_engine.hold_places() as places:
+        with async_engine.hold_places():
             gate.open.set()
             for outputs in await asyncio.gather(*map(read, streams)):
                 assert isinstance(outputs[-1].error, EngineDeadError)
             assert async_engine.dead is not None
             with pytest.raises(EngineDeadError):
-                async_engine.hold_places()
+                async_engine.check_room(1)
             # A request that holds a place is answered, too.
-            (late,) = places.submit([async_engine.maker.create("late", greedy(1))])
+            (late,) = async_engine.submit([async_engine.maker.create("late", greedy(1))])
         assert isinstance((await read(late))[-1].error, EngineDeadError)
         assert await async_engine.drain(TIMEOUT_S)
 

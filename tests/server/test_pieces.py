@@ -117,9 +117,9 @@ async def test_outputs_that_arrive_together_are_read_together() -> None:
     """The outputs of one step for several choices make one chunk of a stream."""
     async with working(build("chunked", clock=time.monotonic)) as async_engine:
         tasks = asyncio.all_tasks()
-        with async_engine.hold_places(3) as places:
+        with async_engine.hold_places(3):
             requests = [async_engine.maker.create(prompt, greedy(5)) for prompt in ("one", "two", "six")]
-            streams = places.submit(requests)
+            streams = async_engine.submit(requests)
         lists = [arrived async for arrived in arriving(streams)]
         assert asyncio.all_tasks() == tasks, "reading needs no tasks of its own"
     for index, prompt in enumerate(("one", "two", "six")):

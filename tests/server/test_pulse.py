@@ -43,8 +43,8 @@ async def test_a_busy_server_says_how_busy_and_an_idle_one_nothing(
         beating = asyncio.create_task(Pulse(async_engine).run())
         await asyncio.sleep(0.05)
         assert not lines(caplog)
-        with async_engine.hold_places(2) as places:  # both at once, so that they are in the same steps
-            streams = places.submit(
+        with async_engine.hold_places(2):  # both at once, so that they are in the same steps
+            streams = async_engine.submit(
                 [async_engine.maker.create(prompt, greedy(8)) for prompt in ("one", "two")]
             )
         await until(held.is_set)

@@ -524,8 +524,8 @@ async def working(engine: Engine) -> AsyncIterator[LocalEngine]:
 
 
 def submit(async_engine: AsyncEngine, prompt: str, params: SamplingParams) -> RequestStream:
-    with async_engine.hold_places() as places:
-        return places.submit([async_engine.maker.create(prompt, params)])[0]
+    with async_engine.hold_places():
+        return async_engine.submit([async_engine.maker.create(prompt, params)])[0]
 
 
 async def read(stream: RequestStream) -> list[StepOutput]:

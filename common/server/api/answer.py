@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import time
@@ -14,7 +15,7 @@ import orjson
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from common.hosting.async_engine import RequestStream, WakeUp
+from common.hosting.async_engine import RequestStream
 from common.request import StepOutput, TokenLogprobs
 from common.server.api.lanes import Lane
 from common.server.api.parts import ArgumentsPart, CallPart, Part, PartsReader, TextPart, new_reader
@@ -432,13 +433,14 @@ def _entries_of(output: StepOutput) -> int:
 
 async def arriving(streams: Sequence[RequestStream]) -> AsyncIterator[list[tuple[int, StepOutput]]]:
     """Yield lists of outputs as they arrive, usually those of one step, each with the index of its stream."""
-    news = WakeUp()
+    news = asyncio.Event()
     for stream in streams:
         stream.news = news
     running = dict(enumerate(streams))
     while running:
         arrived = [(index, output) for index, stream in running.items() for output in stream.take()]
         if not arrived:
+            news.clear()
             await news.wait()
             continue
         for index, output in arrived:

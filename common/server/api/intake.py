@@ -121,11 +121,11 @@ class Intake:
         try:
             field, grammar = await self._grammar(wanted) or ("", None)
             matchers = await self._compile(grammar, choices)
-            with self._engine.hold_places(choices) as places:
+            with self._engine.hold_places(choices):
                 requests = await self._admission.tokenizing.run(
                     functools.partial(self._make_requests, wanted, answer_id, arrived_s, grammar, matchers)
                 )
-                return places.submit(requests)
+                return self._engine.submit(requests)
         except InvalidGrammarError as error:
             if error.param is not None:  # named already
                 raise
