@@ -97,6 +97,36 @@ def draw(curves: Sequence[Curve], *, title: str, x_title: str, y_title: str, lin
     return figure(WIDTH, HEIGHT, shapes, title, "")
 
 
+def ratio_chart(name: str, *columns: str, title: str) -> str:
+    """Return a bar for each row of the newest measured table of a name, and for each of these columns of ratios.
+
+    Bars begin at 1, where what is compared is alike, on a logarithmic axis. A row's first cell names it.
+    """
+    table = newest_table(name)
+    ratios = [[_number(row[table.columns.index(column)]) for column in columns] for row in table.rows]
+    ends = [1.0, *itertools.chain.from_iterable(ratios)]
+    ticks = _logarithmic_ticks(min(ends), max(ends))
+    left, right, bar = 190, WIDTH - 40, 16
+
+    def across(ratio: float) -> float:
+        return left + (right - left) * math.log(ratio / ticks[0]) / math.log(ticks[-1] / ticks[0])
+
+    bars, top = [], 4
+    for row, values in zip(table.rows, ratios, strict=True):
+        bars.append(text(0, top + bar * len(values) / 2 + 4, str(row[0]), "label"))
+        for kind, value in zip(KINDS, values, strict=False):
+            begin, end = sorted((across(1), across(value)))
+            size = f'width="{end - begin:.1f}" height="{bar - 2}"'
+            bars.append(f'<rect class="{kind}" x="{begin:.1f}" y="{top}" {size}/>')
+            bars.append(text(end + 16, top + bar - 5, f"{value:.2g}", "step"))
+            top += bar
+        top += bar // 2
+    grid = [f'<path class="grid" d="M{across(tick):.1f} 0V{top}"/>' for tick in ticks]
+    grid += [text(across(tick), top + 14, f"{tick:g}", "step") for tick in ticks]
+    keys = [f'<span class="key {kind}">{column}</span>' for kind, column in zip(KINDS, columns, strict=False)]
+    return figure(WIDTH, top + 20, grid + bars, title, "".join(keys))
+
+
 def _logarithmic_ticks(least: float, most: float) -> list[float]:
     low = max(tick for tick in TICKS if tick <= least)
     high = min(tick for tick in TICKS if tick >= most and tick > low)

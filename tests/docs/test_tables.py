@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -246,3 +247,16 @@ def test_a_chart_has_a_curve_for_each_value_of_a_column(folder: Path) -> None:
     drawn = charts.line_chart("decode_step", "blocks", "ms", by="note", title="", y_title="")
     assert re.findall(r">(random|least loaded)<", drawn) == ["random", "least loaded"]
     assert [path.count("L") for path in re.findall(r'class="line \w+" d="(.+?)"', drawn)] == [0, 1]
+
+
+def test_a_ratio_has_a_bar_to_the_side_where_it_wins_or_loses(folder: Path) -> None:
+    a_table([["wins", 0.1, ""], ["alike", 1.0, ""], ["loses", 2.0, ""]]).save(folder)
+    drawn = charts.ratio_chart("decode_step", "ms", title="")
+    assert re.findall(r">(wins|alike|loses)<", drawn) == ["wins", "alike", "loses"]
+    bars = [
+        (float(x), float(width)) for x, width in re.findall(r'<rect .*? x="(.+?)" .*? width="(.+?)"', drawn)
+    ]
+    (left, wide), (one, none), (right, narrow) = bars
+    assert left + wide == pytest.approx(one, abs=0.2)
+    assert (none, right) == (0, one)
+    assert wide / narrow == pytest.approx(math.log(10) / math.log(2), rel=0.01)
