@@ -127,6 +127,19 @@ def test_blocks_are_found_by_the_same_model_and_block_size(tmp_path: Path, chang
     stop(engine)
 
 
+def test_two_servers_with_one_folder_have_a_file_of_their_own_each(tmp_path: Path) -> None:
+    engines = [engine_of(tmp_path), engine_of(tmp_path)]
+    found = [ask(engine, TEXT).cached_tokens for engine in engines]
+    assert len(list(tmp_path.iterdir())) == 2
+    for engine in engines:
+        stop(engine)
+    engines = [engine_of(tmp_path), engine_of(tmp_path)]
+    found += [ask(engine, TEXT).cached_tokens for engine in engines]
+    assert found == [0, 0, 40, 40]
+    for engine in engines:
+        stop(engine)
+
+
 def test_a_reset_clears_the_file(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
     ask(engine, TEXT)
