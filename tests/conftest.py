@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 import signal
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -116,6 +118,14 @@ def quick_interpreter() -> Iterator[None]:
             from tests.support.triton_interpreter import prepare_functions_once  # after the settings above
 
             prepare_functions_once(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """Let HTTP clients share a context: each would read the certificates of all authorities, for 20 to 50 ms."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

@@ -21,10 +21,12 @@ import pytest
 
 from common.constrained.grammar import Grammar, Matcher
 from common.errors import StartupError
+from common.hosting import process
 from common.hosting.process import EngineProcess
 from common.llm import LLM
 from common.request import SamplingParams
 from tests.support.engines import build, working
+from tests.support.forked import FORKS
 from tests.support.servers import (
     BATCH,
     HANG_S,
@@ -250,7 +252,10 @@ def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
         (functools.partial(int, "no engine"), "could not be built: ValueError: invalid literal"),
     ],
 )
-def test_an_engine_that_cannot_be_built_is_one_line(make_engine: Callable[[], Any], says: str) -> None:
+def test_an_engine_that_cannot_be_built_is_one_line(
+    make_engine: Callable[[], Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SPAWN", FORKS)  # starts sooner
     with pytest.raises(StartupError, match=says):
         EngineProcess(make_engine, functools.partial(os.nice, 0)).build()
 
