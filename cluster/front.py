@@ -42,7 +42,7 @@ from cluster.forwarding import (
 )
 from cluster.merging import HEALTH, MERGES, METRICS, merge
 from common.errors import EngineDeadError, ShuttingDownError
-from common.server.api.bodies import Bodies, says_json
+from common.server.api.bodies import read_json, says_json
 from common.server.errors import ApiError, error_response, from_exception, unavailable
 from common.server.http.middleware import (
     REQUEST_ID,
@@ -103,7 +103,7 @@ class Front:
         self._streams = replicas.options(stream=True, method_name="stream")
         self._wanted = wanted
         server_options = CommonOptions(**options)
-        self._bodies = Bodies(server_options.body_timeout)
+        self._body_timeout_s = server_options.body_timeout
         self._running = 0  # requests that have come whole, and whose answer is not complete
         self._draining = False
         self.guarded = guarded(self._answer, server_options)
@@ -150,9 +150,9 @@ class Front:
         """Read a request. A body whose content type is not JSON is left unread: the replica does not need it.
 
         Raises:
-            ApiError, ClientDisconnect: as `Bodies.read_json`.
+            ApiError, ClientDisconnect: as `read_json`.
         """
-        body = await self._bodies.read_json(request) if says_json(request) else b""
+        body = await read_json(request, self._body_timeout_s) if says_json(request) else b""
         scope = {name: request.scope[name] for name in PASSED if name in request.scope}
         scope |= {"path": path, "raw_path": path.encode()}
         if request.method == "HEAD" and path in MERGED:

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.server.api.answer import Answer, WireFormat, collect, stream_events
-from common.server.api.bodies import MAX_BODY_BYTES, Body
+from common.server.api.bodies import MAX_BODY_BYTES, Body, read_json
 from common.server.api.stream import EventStream, while_connected
 from common.server.api.wanted import GenerationRequest
 from common.server.errors import SHOULD_RETRY, ErrorResponse, from_exception, json_response, status_at
@@ -47,7 +47,7 @@ class JsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             service: Service = request.app.state.server
             with refusals_logged(request):
-                body = await service.bodies.read_json(request)
+                body = await read_json(request, service.body_timeout_s)
                 request.state.arrived_s = time.monotonic()
                 wanted = await service.intake.parse(request, body, form)
             service.note_ignored(request, wanted)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from common.engine.requests import EngineFacts
 from common.errors import EngineDeadError
 from common.hosting.async_engine import AsyncEngine
-from common.server.api.bodies import Bodies, Body, Limits
+from common.server.api.bodies import Body, Limits
 from common.server.api.intake import Intake
 from common.server.api.lanes import Admission
 from common.server.api.response_items import ResponseStore
@@ -39,7 +39,7 @@ class Service:
         self.fingerprint = fingerprint_of(facts, self.model_name)
         self.id_tag = ""  # part of the ids of answers: the front of a cluster finds the replica by it
         self.answers = Counter[tuple[int, str]]()  # number of HTTP answers by status and error code
-        self.bodies = Bodies(options.body_timeout)
+        self.body_timeout_s = options.body_timeout
         self.limits = Limits(
             models=tuple(names),
             max_choices=facts.config.max_waiting_requests,

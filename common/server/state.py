@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from common.engine.telemetry import PAGE_STEPS
 from common.models.generation_config import origin_of
-from common.server.api.bodies import check_model
+from common.server.api.bodies import check_model, read_json
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError, json_response
 from common.server.page.live_view import check_serves
@@ -238,10 +238,10 @@ async def reset_prefix_cache(request: Request, service: Served) -> Response:
     The body is empty or `{}`, and must be sent as JSON: a page of another site cannot make a browser do that.
 
     Raises:
-        ApiError: as `Bodies.read_json`; 400, the body is neither empty nor `{}`.
+        ApiError: as `read_json`; 400, the body is neither empty nor `{}`.
         EngineDeadError, ShuttingDownError: the engine takes no calls any more.
     """
-    body = await service.bodies.read_json(request)
+    body = await read_json(request, service.body_timeout_s)
     if body.strip() not in (b"", b"{}"):
         raise ApiError(400, "this route takes no fields: send no body, or {}", code="unknown_field")
     reply: CacheReset = {"dropped_blocks": await service.engine.reset_prefix_cache()}

@@ -7,19 +7,16 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from starlette.requests import Request
 
 from common.constrained.grammar import Grammar
 from common.engine.engine import Engine
 from common.hosting.async_engine import RemoteCompiler
 from common.hosting.local import LocalEngine
 from common.server.api import bodies, intake
-from common.server.api.bodies import Bodies
 from common.server.app import create_app
 from common.server.options import ServerOptions
 from common.server.service import Service
@@ -410,53 +407,3 @@ async def test_many_choices_leave_places_for_others() -> None:
         assert [answer.status for answer in await asyncio.gather(first, many, single)] == [200] * 3
         await until(lambda: app.queue_room() == room)
         assert (await app.complete("alone", n=8)).status == 200
-
-
-# ---------------------------------------------------------------------- large bodies
-
-
-def request(body: bytes) -> Request:
-    """Return a request whose body comes in pieces of 64 KiB."""
-    unread = [body[at : at + 2**16] for at in range(0, len(body), 2**16)]
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread)}
-
-    headers = [(b"content-type", b"application/json")]
-    return Request({"type": "http", "headers": headers}, receive)
-
-
-def in_bodies(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
-    """Replace functions of `asyncio` in the module `bodies` alone: servers of other tests run in other threads."""
-    monkeypatch.setattr(bodies, "asyncio", SimpleNamespace(**vars(asyncio) | replaced))
-
-
-async def turns(count: int = 8) -> None:
-    """Wait for some turns of the event loop."""
-    loop = asyncio.get_running_loop()
-    for _ in range(count):
-        turn = loop.create_future()
-        loop.call_soon(turn.set_result, None)
-        await turn
-
-
-async def test_large_bodies_take_turns_at_a_rate_and_small_ones_are_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waited: list[float] = []
-    turn = asyncio.Event()
-
-    async def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        await turn.wait()
-
-    in_bodies(monkeypatch, sleep=sleep)
-    bodies, large, small = Bodies(30.0), b"x" * 2**17, b"x" * Bodies.FREE_BYTES
-    reading = [asyncio.create_task(bodies.read_json(request(large))) for _ in range(3)]
-    await turns()
-    assert waited == [2**16 / Bodies.BYTES_PER_S], "one body takes its bytes at a time"
-    assert await bodies.read_json(request(small)) == small
-    reading.pop().cancel()
-    turn.set()
-    assert await asyncio.gather(*reading) == [large] * 2
-    assert sum(waited) == 2 * 2**16 / Bodies.BYTES_PER_S

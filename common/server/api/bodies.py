@@ -1,7 +1,7 @@
 """A request's body, from bytes on the wire to a checked object, each step bounded.
 
 ```text
-pieces ──> Bodies.read_json ──> parse ──> Body
+pieces ──> read_json ─────────> parse ──> Body
            400, 415: not JSON   400, 404, 422: an ApiError that names the field
            408, 413: too late,  at fault, if one is
            too long
@@ -61,50 +61,30 @@ class Limits:
     strict_fields: bool = False  # unknown fields are refused, not ignored
 
 
-class Bodies:
-    """Reads request bodies: each within `timeout_s` after its head, and the large ones at a rate that they share.
+async def read_json(request: Request, timeout_s: float) -> bytes:
+    """Read and return the body of a request, within `timeout_s` after its head. Its content type must be JSON.
 
-    The event loop copies and scans every byte, and clients that send bodies as fast as they can would take its
-    time. While a large body waits for its turn, its connection is not read.
+    Raises:
+        ApiError: 400, the content type is not JSON; 408, the body was not complete in time; 413, as soon as the
+            body is known to be too large; 415, the body is compressed.
+        ClientDisconnect: the client left before the body was complete.
     """
-
-    BYTES_PER_S = 8 * 2**20  # of all large bodies together
-    FREE_BYTES = 64 * 1024  # of each body, which count nothing
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._turn = asyncio.Lock()  # of a large body to take its next bytes
-
-    async def read_json(self, request: Request) -> bytes:
-        """Read and return the body of a request. Its content type must be JSON.
-
-        Raises:
-            ApiError: 400, the content type is not JSON; 408, the body was not complete in time; 413, as soon as the
-                body is known to be too large; 415, the body is compressed.
-            ClientDisconnect: the client left before the body was complete.
-        """
-        _require_json(request)
-        declared = request.headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-            raise too_large()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._read(request)
-        except TimeoutError:
-            late = f"the body did not come within {self._timeout_s:g} s"
-            # On an open connection, the rest of the body would be parsed until the next request.
-            raise ApiError(408, late, code="body_timeout", headers={"Connection": "close"}) from None
-
-    async def _read(self, request: Request) -> bytes:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise too_large()
-            if len(body) > self.FREE_BYTES:
-                async with self._turn:
-                    await asyncio.sleep(len(chunk) / self.BYTES_PER_S)
-        return bytes(body)
+    _require_json(request)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large()
+    except TimeoutError:
+        late = f"the body did not come within {timeout_s:g} s"
+        # On an open connection, the rest of the body would be parsed until the next request.
+        raise ApiError(408, late, code="body_timeout", headers={"Connection": "close"}) from None
+    return bytes(body)
 
 
 def too_large(what: str = "the body") -> ApiError:
