@@ -203,7 +203,7 @@ def test_the_librarys_own_loop_sends_the_whole_conversation(client: anthropic.An
 def test_a_call_that_is_cut_off_has_the_input_so_far(client: anthropic.Anthropic) -> None:
     fields = body(tools=FOX_TOOLS, tool_choice={"type": "tool", "name": "find_fox"}, max_tokens=60)
     whole = client.messages.create(**fields)
-    for cut in range(whole.usage.output_tokens - 1, 0, -7):
+    for cut in range(whole.usage.output_tokens - 1, 0, -17):
         with client.messages.stream(**fields | {"max_tokens": cut}) as stream:
             streamed = stream.get_final_message()
         message = client.messages.create(**fields | {"max_tokens": cut})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.models import WordLevel
 
@@ -167,6 +167,7 @@ def test_text_becomes_the_same_parts_whole_and_letter_by_letter(case: str, thoug
 
 
 @pytest.mark.parametrize("kind", [PartsReader, HermesReader, LlamaReader, PythonReader])
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_text_is_the_same_in_any_deltas(kind: type[PartsReader], data: st.DataObject) -> None:
     words = [
