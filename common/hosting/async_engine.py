@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from common.constrained.grammar import Grammar, GrammarCompiler, Matcher, Verdict
 from common.engine.commit import decode, fail, terminal_output
@@ -33,6 +32,7 @@ from common.engine.telemetry import RequestTelemetry, RequestTimes, StepRecord, 
 from common.errors import EngineDeadError, QueueFullError, ShuttingDownError
 from common.hosting.calls import EngineCalls
 from common.hosting.messages import (
+    SENT,
     Abort,
     Answered,
     Call,
@@ -40,7 +40,6 @@ from common.hosting.messages import (
     Compile,
     EngineState,
     FromEngine,
-    NewRequest,
     Planned,
     Shown,
     Stepped,
@@ -300,7 +299,7 @@ class AsyncEngine:
         self._streams |= {stream.request.request_id: stream for stream in streams}
         self._submitted += len(requests)
         self._untaken.append((self._submitted, time.monotonic()))
-        self.process.send(Submit([_new_request(request) for request in requests]))
+        self.process.send(Submit([_arguments_of(request) for request in requests]))
         return streams
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
@@ -487,9 +486,9 @@ class AsyncEngine:
         self.process.send(Abort(error))
 
 
-def _new_request(request: Request) -> NewRequest:
-    """Return a request as the engine's process gets it."""
+def _arguments_of(request: Request) -> dict[str, Any]:
+    """Return the arguments of a request that are sent to the engine's process."""
     matcher = request.matcher
     assert matcher is None or isinstance(matcher, RemoteMatcher), "the maker's compiler has made it"
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(NewRequest)}
-    return NewRequest(**values | {"matcher": None if matcher is None else matcher.number})
+    arguments = {name: getattr(request, name) for name in SENT}
+    return arguments | {"matcher": None if matcher is None else matcher.number}

@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.constrained.grammar import Matcher
 from common.engine.commit import fail
@@ -56,7 +56,6 @@ from common.hosting.messages import (
     Cancel,
     Compile,
     EngineState,
-    NewRequest,
     NotBuilt,
     Planned,
     Shown,
@@ -195,8 +194,8 @@ class EngineLoop:
     def _take(self, message: ToEngine) -> None:
         match message:
             case Submit(requests):
-                for new in requests:
-                    self._add(new)
+                for arguments in requests:
+                    self._add(arguments)
             case Cancel(request_id, reason):
                 self._engine.cancel(request_id, reason)
             case Call(number, method, arguments):
@@ -208,11 +207,10 @@ class EngineLoop:
             case Stop():
                 self._stopping = True
 
-    def _add(self, new: NewRequest) -> None:
+    def _add(self, arguments: dict[str, Any]) -> None:
         self._taken += 1
-        values = {field.name: getattr(new, field.name) for field in dataclasses.fields(new)}
-        matcher = None if new.matcher is None else self._matchers.pop(new.matcher)
-        request = Request(**values | {"matcher": matcher})
+        number = arguments["matcher"]
+        request = Request(**arguments | {"matcher": None if number is None else self._matchers.pop(number)})
         try:
             if not self._engine.add_request(request):
                 raise QueueFullError.of(self._engine.config.max_waiting_requests, 1)  # noqa: TRY301 - fails as others do

@@ -9,48 +9,31 @@ server's process  ── Submit, Cancel, Call, Compile, Abort, Stop ────
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import Grammar
 from common.engine.requests import EngineFacts
 from common.engine.telemetry import Counters, StepRecord
 from common.errors import EngineDeadError, StartupError
 from common.observing.frames import Frame
-from common.request import FinishReason, SamplingParams, StepOutput
+from common.request import FinishReason, Request, StepOutput
 
 # ---------------------------------------------------------------------- to the engine's process
 
 
-@dataclass(slots=True)
-class NewRequest:
-    """A request as the engine's process gets it. It needs no detokenizer: the server's process makes the text.
-
-    Attributes:
-        matcher: the number of its grammar's matcher (`Compile`); None: it has no grammar.
-
-    The other fields are those of `Request`.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    eos_token_ids: frozenset[int]
-    cache_salt: str
-    matcher: int | None
-    allowed: AllowedTokens | None
-    priority: int
-    group: str
-    prediction: Sequence[int]
-    arrived_s: float | None
+#: The arguments of `Request` that are sent. The engine's process needs no detokenizer: the server's makes the text.
+SENT = tuple(each.name for each in fields(Request) if each.init and each.name != "detokenizer")
 
 
 @dataclass(slots=True)
 class Submit:
-    requests: list[NewRequest]
+    """Submits requests, each as its arguments `SENT`. The `matcher` among them is the number of the grammar's
+    matcher (`Compile`); None: the request has no grammar."""
+
+    requests: list[dict[str, Any]]
 
 
 @dataclass(slots=True)
