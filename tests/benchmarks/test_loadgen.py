@@ -80,7 +80,7 @@ def test_requests_leave_on_time() -> None:
 
 
 def test_a_burst_is_all_in_flight_at_once() -> None:
-    with FakeServer(Script(first_s=0.3)) as server:
+    with FakeServer(Script(first_s=2.0)) as server:
         load(plan(server.url, [planned(i, tokens=3) for i in range(24)]))
         assert server.app.most_running == 24
 

@@ -54,7 +54,10 @@ def continue_greedily(name: str, ids: torch.Tensor, limit: int = 300) -> list[in
 # -------------------------------------------------------------------------------- the models
 
 
-@pytest.mark.parametrize("name", ZOO_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == ZOO_NAMES[0] else pytest.mark.slow) for name in ZOO_NAMES],
+)
 def test_a_story_ends_by_itself_and_is_made_of_known_words(name: str) -> None:
     _, tokenizer = load(name)
     ids = tokenizer(STORY, return_tensors="pt")["input_ids"]

@@ -261,7 +261,7 @@ def test_a_hit_in_the_file_gives_the_bits_that_are_computed(name: str, tmp_path:
 )
 def test_guesses_change_no_bit(subject: Subject, options: dict[str, Any], right: int, wrong_by: int) -> None:
     """Of each guess the first `right` tokens are right, and `wrong_by` is added to the ids of later ones."""
-    arrivals = restricted_requests(subject, most=24)
+    arrivals = restricted_requests(subject, most=20)
 
     def guess(request: Request, token_ids: Sequence[int], limit: int) -> list[int]:
         answer = subject.alone(request.prompt_token_ids, request.params).tokens

@@ -41,7 +41,7 @@ def spin_rounds(arguments: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param(each, marks=() if "LLM" in each[1] else pytest.mark.slow) for each in ENTRY_POINTS],
+    [pytest.param(each, marks=() if "kernels" in each[1] else pytest.mark.slow) for each in ENTRY_POINTS],
     ids=" ".join,
 )
 def test_libgomp_is_loaded_with_the_limit(arguments: list[str]) -> None:

@@ -260,7 +260,7 @@ def test_a_rows_bits_depend_on_its_own_sequence_alone(triton_device, heads, wind
     together = case.run()
     rows = range(1, 31)  # the second sequence's rows
     tile_queries = queries_per_tile(heads[0] // heads[1], dtype)
-    for count in (1, 2, 3, tile_queries):
+    for count in (1, 3, tile_queries):
         for first in range(rows.start, rows.stop - count, 13):
             alone = slice(first, first + count)
             tiles = torch.tensor([[1, 0, count]], dtype=torch.int32, device=triton_device)
