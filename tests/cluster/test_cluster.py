@@ -239,3 +239,19 @@ def test_a_stream_without_a_byte_goes_on_at_another_replica_if_its_engine_dies(
     assert not death.exists()
     assert [name for name, _ in events] == ["token"] * 8 + ["done"]
     eventually(lambda: len(replicas(small)) == 2 and len(set(replicas(small)) & before) == 1)
+
+
+def test_replicas_with_one_folder_have_a_file_of_their_own_each(tmp_path: Path) -> None:
+    flags = ("--kv-tier", str(tmp_path), "--kv-tier-bytes", str(2**24))
+    body = {"prompt": "Once upon a time there was a little dog. " * 8, "max_tokens": 8}
+    answers = []
+    for _ in range(2):  # a restart
+        with running("phase11_tiered", *flags) as server:
+            eventually(lambda: len(list(tmp_path.iterdir())) == 2)
+            answers += [server.complete(**body)["choices"][0]["text"] for _ in range(2)]
+            eventually(lambda: server.counters()["tier_written_bytes"] + server.counters()["tier_hits"] > 0)
+            assert server.counters()["tier_failures"] == 0
+    assert len(set(answers)) == 1
+    names = sorted(path.name for path in tmp_path.iterdir())
+    model = names[0].removesuffix("-0.kv")
+    assert names == [f"{model}-0.kv", f"{model}-1.kv"]
