@@ -114,6 +114,10 @@ class TieredPool(PrefixCachingPool):
         self._fetches.pop(slot, None)
         super().free_slot(slot)
 
+    def clear(self) -> None:
+        super().clear()
+        self._fetches.clear()
+
     def reset_prefix_cache(self) -> int:
         if self.tier is not None:
             self.tier.clear()

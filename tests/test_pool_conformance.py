@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +62,18 @@ def paged(block_size: int, config: Any = phase6_paged.Config, kind: Any = PagedK
     return Kind(make, 3, counts_slots=True)
 
 
+def tiered() -> KVPool:
+    """Return a pool with a file, which is removed at the end."""
+    pool = paged(4, phase11_tiered.Config, phase11_tiered.Pool).make()
+    assert isinstance(pool, phase11_tiered.Pool)
+    folder = tempfile.TemporaryDirectory()
+    weakref.finalize(pool, folder.cleanup)
+    config = phase11_tiered.Config(kv_tier=Path(folder.name), kv_tier_bytes=2**20)
+    pool.open_tier(config, fingerprint=bytes(32), token_s=1.0)
+    assert pool.tier is not None
+    return pool
+
+
 POOLS = {
     "contiguous, of one": Kind(lambda: ContiguousCache(SHAPE, CPU, COLUMNS), 1, idle_tokens=COLUMNS),
     "contiguous, of three": Kind(
@@ -80,7 +95,7 @@ POOLS = {
     **{f"paged-{size}": paged(size) for size in (1, 3, 4, 16, 64)},
     "paged-of-phase-7": paged(16, phase7_chunked.Config),
     **{f"prefix-caching-{size}": paged(size, phase8_prefix.Config, PrefixCachingPool) for size in (1, 4, 16)},
-    "tiered": paged(4, phase11_tiered.Config, phase11_tiered.Pool),
+    "tiered": Kind(tiered, 3, counts_slots=True),
 }  # fmt: skip
 
 

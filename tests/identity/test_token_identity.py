@@ -220,7 +220,16 @@ def test_a_prefix_hit_gives_the_bits_that_are_computed(
     assert (counters.evictions > 0) == (counters.preemptions > 0) == (memory == "tight")
 
 
-@pytest.mark.parametrize("name", [IN_EVERY_VARIANT, "bf16:llama-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(IN_EVERY_VARIANT, "bf16:llama-tiny"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("int8:gemma3-tiny", "int8-bf16:llama-tiny")
+        ),
+    ],
+)
 def test_a_hit_in_the_file_gives_the_bits_that_are_computed(name: str, tmp_path: Path) -> None:
     """The server starts anew before each turn of the conversations, and has memory for few of them."""
     subject = subject_of(name)

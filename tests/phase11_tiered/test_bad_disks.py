@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,24 @@ def warmed(folder: Path) -> Path:
     return file
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    engine = engine_of(tmp_path / "file")
+@pytest.mark.parametrize("why", ["it is a file", "it is read-only"])
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    folder = tmp_path / "folder"
+    if why == "it is a file":
+        folder.write_text("not a folder")
+    else:
+        folder.mkdir()
+        open_any = os.open
+
+        def refuse(path: Any, flags: int, *mode: Any, **more: Any) -> int:
+            if flags & os.O_CREAT and Path(path).parent == folder:  # permissions do not stop the root user
+                raise OSError(errno.EROFS, "Read-only file system")
+            return open_any(path, flags, *mode, **more)
+
+        monkeypatch.setattr(os, "open", refuse)
+    engine = engine_of(folder)
     assert pool_of(engine).tier is None
     assert_serves(engine)
     assert len(lines(caplog)) == 1
@@ -121,30 +135,55 @@ def test_a_damaged_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, where:
     stop(engine)
 
 
-@pytest.mark.parametrize("read_s", [0.05, 60.0])
-def test_nothing_waits_long_for_a_slow_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_s: float
-) -> None:
-    """A disk that is slower than computing, and one that does not answer at all."""
-    warmed(tmp_path)
-    token_s = 0.002  # 80 ms for the ten blocks
-    engine = engine_of(tmp_path, token_s=token_s)
-    monkeypatch.setattr(tier_module, "BOUND_S", 0.2)
+def slowed(engine: Engine, monkeypatch: pytest.MonkeyPatch, read_s: float) -> threading.Event:
+    """Let each read of an engine's file take so long, or until the returned event is set."""
     released, read = threading.Event(), tier_of(engine)._file.read
 
-    def slowly(place: int, key: bytes) -> bytes:
+    def slowly(place: int, key: bytes) -> bytearray:
         released.wait(read_s)
         return read(place, key)
 
     monkeypatch.setattr(tier_of(engine)._file, "read", slowly)
-    waited_s = []
+    return released
+
+
+def test_a_disk_that_is_slower_than_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warmed(tmp_path)
+    engine = engine_of(tmp_path, token_s=0.002)  # 80 ms for the ten blocks
+    monkeypatch.setattr(tier_module, "BOUND_S", 0.2)
+    released = slowed(engine, monkeypatch, 0.05)
     for _ in range(3):
-        began_s = time.monotonic()
         assert_serves(engine)
-        waited_s.append(time.monotonic() - began_s)
         pool_of(engine).clear()
-    counters = tier_of(engine).counters
-    assert counters["tier_failures"] + counters["tier_declined"] > 0
-    assert min(waited_s) < 0.2 + 10 * 4 * token_s + 2.0
+    assert tier_of(engine).counters["tier_declined"] == 20, "tried once, and measured"
+    assert len(lines(caplog)) == 1
+    released.set()
+    stop(engine)
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_as_long_as_computing_takes_and_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warmed(tmp_path)
+    engine, now_s = engine_of(tmp_path, token_s=0.01), 0.0  # 0.4 s for the ten blocks
+    tier = tier_of(engine)
+    monkeypatch.setattr(tier, "clock", lambda: now_s)
+    released = slowed(engine, monkeypatch, 60.0)
+    request = add(engine, TEXT, greedy(4))
+    engine.step()
+    now_s = 0.4 + tier_module.BOUND_S - 0.01
+    engine.step()
+    assert request.fetching
+    now_s += 0.02
+    engine.step()
+    assert not request.fetching
+    assert_answered(run(engine), [request])
+    assert tier.counters["tier_failures"] == 10
+    assert len(lines(caplog)) == 1
+    pool_of(engine).clear()
+    assert_serves(engine, cached=0)
+    assert tier.counters["tier_declined"] == 10, "the next request does not try"
     released.set()
     stop(engine)
