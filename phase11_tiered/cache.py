@@ -1,13 +1,4 @@
-"""Phase 8's pool, with a file below it: blocks of the prefix tree are written to the file, and read from it again.
-
-```text
-                        memory (the tree)          file
-  registered            written in both            ─> by the tier's thread, while the block is in the tree
-  evicted               gone                       still there
-  a prompt comes        hits                       further hits: read into the blocks that the request has reserved
-  the server restarts   empty                      still there
-```
-"""
+"""Phase 8's pool, with a file below it: blocks of the prefix tree are written to it, and read from it again."""
 
 from __future__ import annotations
 
@@ -119,9 +110,10 @@ class TieredPool(PrefixCachingPool):
         self._fetches.clear()
 
     def reset_prefix_cache(self) -> int:
+        count = super().reset_prefix_cache()
         if self.tier is not None:
-            self.tier.clear()
-        return super().reset_prefix_cache()
+            self.tier.clear()  # after the blocks have left the tree: none of them is written any more
+        return count
 
     def disk_blocks(self) -> tuple[int, int]:
         return (0, 0) if self.tier is None else self.tier.size

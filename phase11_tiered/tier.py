@@ -69,7 +69,6 @@ class Tier:
         self._file, self._load = file, load
         self._places = OrderedDict(file.blocks())  # key -> place, least recently used first
         self._free = list(set(range(file.places)) - set(self._places.values()))
-        self._clearing = False
         self._reads: WeakValueDictionary[bytes, Read] = WeakValueDictionary()
         self._jobs: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
         self._numbers = itertools.count()
@@ -86,7 +85,7 @@ class Tier:
     def fetch(self, keys: Iterable[bytes], first: int) -> Fetch:
         """Begin to read blocks of a text, from block `first` on, as many as the file has. Reads none if computing
         them takes less time."""
-        known = [] if self._clearing else list(itertools.takewhile(self._places.__contains__, keys))
+        known = list(itertools.takewhile(self._places.__contains__, keys))
         compute_s = len(known) * self.block_s
         if known and (len(self._reads) + len(known)) * self.read_s > compute_s:
             self._count("tier_declined", len(known))
@@ -125,8 +124,7 @@ class Tier:
         self._put(WRITE, self._touch, keys)  # after those of them that wait to be written
 
     def clear(self) -> None:
-        """Remove all blocks from the file."""
-        self._clearing = True
+        """Remove all blocks from the file. A read that is queued from now on finds none."""
         self._put(READ, self._clear)
 
     # ------------------------------------------------------------------ jobs
@@ -204,9 +202,6 @@ class Tier:
                 self._places.move_to_end(key)
 
     def _clear(self) -> None:
-        try:
-            self._file.clear()
-        finally:
-            self._places.clear()
-            self._free = list(range(self._file.places))
-            self._clearing = False
+        self._places.clear()
+        self._free = list(range(self._file.places))
+        self._file.clear()

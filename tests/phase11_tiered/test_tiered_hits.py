@@ -140,12 +140,17 @@ def test_two_servers_with_one_folder_have_a_file_of_their_own_each(tmp_path: Pat
         stop(engine)
 
 
-def test_a_reset_clears_the_file(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path)
+@pytest.mark.parametrize("when", ["after the writes", "before the writes"])
+def test_a_reset_clears_the_file(tmp_path: Path, when: str) -> None:
+    engine, idle = engine_of(tmp_path), threading.Event()
+    tier_of(engine)._put(0, idle.wait)
+    if when == "after the writes":
+        idle.set()
     ask(engine, TEXT)
-    settle(engine)
+    if when == "after the writes":
+        settle(engine)
     assert engine.reset_prefix_cache() == 11
-    settle(engine)
+    idle.set()
     stop(engine)
     engine = engine_of(tmp_path)
     assert ask(engine, TEXT).cached_tokens == 0
