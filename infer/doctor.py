@@ -23,7 +23,6 @@ import torch
 from packaging.requirements import Requirement
 
 from benchmarks.environment import cpu_name
-from benchmarks.peers.registry import VLLM
 from common.devices.resolve import resolve_dtype
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names
@@ -104,7 +103,6 @@ def findings() -> Iterator[Finding]:
     yield cache()
     yield Finding("models", models())
     yield Finding("extras", extras())
-    yield Finding("peers", peers())
 
 
 def installed() -> Finding:
@@ -282,14 +280,3 @@ def extras() -> str:
     complete = ", ".join(name for name, lacks in missing.items() if not lacks)
     lacking = (f"{name} lacks {len(lacks)} packages" for name, lacks in missing.items() if lacks)
     return "; ".join(filter(None, (complete, ", ".join(lacking))))
-
-
-def peers() -> str:
-    """Return as text the servers to compare with: programs on the path, and vLLM's environments in `./peers`."""
-    found = [f"{path}" for name in ("llama-server", "vllm") if (path := shutil.which(name))]
-    found += [
-        f"vLLM in {folder.parents[2]}"
-        for folder in sorted(Path("peers").glob("*/lib/python*/site-packages"))
-        if any(each.name == VLLM for each in importlib.metadata.distributions(path=[str(folder)]))
-    ]
-    return ", ".join(found) or "none on the path or in ./peers"
