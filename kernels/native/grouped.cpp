@@ -1,7 +1,7 @@
 // Linear layers on weights in groups: see grouped.py for the form of panels.
 //
-// A block of a panel, 32 inputs of 32 outputs, is widened to the type of x, exactly: to float32 in registers, to
-// bfloat16 in the first-level cache. Rows of x meet it there, and a group's float32 sums are multiplied by its scales
+// A block of a panel, 32 inputs of 32 outputs, is widened to the type of x, exactly: in registers, if few rows are
+// multiplied in float32, else in a cache. Rows of x meet it there, and a group's float32 sums are multiplied by its scales
 // and added to those of the groups before it. All numbers of rows take this way. So the order of every sum, and with it
 // a row's bits, depends on the number of inputs alone.
 #include "grouped.h"
@@ -37,7 +37,7 @@ void multiply_panel(
   const int64_t blocks = inputs / kInputs;
   alignas(64) T weights[2][kWeights];
   alignas(64) float products[kTile * kOutputs];
-  Factors factors(1);
+  FactorReader reader(1);
   std::memset(sums, 0, rows * kOutputs * sizeof(float));
   const auto widen = [&](const Place& at) {
     at.fetch_ahead();
@@ -49,7 +49,7 @@ void multiply_panel(
     // One block ahead: a load of a tile would wait for stores that are not in the cache yet.
     next.advance();
     if (next.index < blocks) widen(next);
-    factors.read(at);
+    const Factors& factors = reader.read(at);
     for (int64_t group = 0; group < panel.sums(); ++group)
       for (int64_t tile = 0; tile < rows; tile += kTile) {
         const int64_t count = std::min(kTile, rows - tile);
@@ -60,26 +60,43 @@ void multiply_panel(
   }
 }
 
-// The same with float32. A panel stays in the second-level cache while slabs of rows meet it.
+// The same with float32. One slab of rows meets a block in registers. If there are more, they come after each other,
+// and some blocks are widened for all of them.
 template <int64_t bits>
 void multiply_panel(
-    ByFloats&, const Blocks<float>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
+    ByFloats& by, const Blocks<float>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
     int64_t inputs, float* sums) {
-  Factors factors(1 / kByteUnit);
   std::memset(sums, 0, rows * kOutputs * sizeof(float));
-  for (int64_t first = 0; first < rows; first += x.slab)
-    with_constant<ByFloats::kRows>(std::min(x.slab, rows - first), [&](auto n) {
-      constexpr int64_t parts = std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2);
-      for (Place at(bytes, panel); at.index < inputs / kInputs; at.advance()) {
-        if (first == 0) at.fetch_ahead();
-        factors.read(at);
-        const float *own = x.block(at.index, row + first), *totals = x.sum(at.index, row + first);
-        for (int64_t output = 0; output < kOutputs; output += parts * kWide)
-          add_block<n, parts, bits>(
-              at.words() + output * bits, panel, factors.scales[0] + output, factors.mins + output, own, totals,
-              sums + first * kOutputs + output);
-      }
-    });
+  const bool once = rows <= x.slab;
+  FactorReader reader(1 / kByteUnit);
+  Place at(bytes, panel);
+  for (int64_t begin = 0; begin < inputs / kInputs; begin += ByFloats::kBlocks) {
+    const int64_t end = std::min(begin + ByFloats::kBlocks, inputs / kInputs);
+    const uint32_t* words[ByFloats::kBlocks];
+    for (; at.index < end; at.advance()) {
+      at.fetch_ahead();
+      by.factors[at.index - begin] = reader.read(at);
+      words[at.index - begin] = at.words();
+      if (!once) widen_block<bits>(at.words(), panel, by.weights[at.index - begin]);
+    }
+    for (int64_t first = 0; first < rows; first += x.slab)
+      with_constant<ByFloats::kRows>(std::min(x.slab, rows - first), [&](auto n) {
+        constexpr int64_t parts = std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2);
+        for (int64_t block = begin; block < end; ++block)
+          for (int64_t output = 0; output < kOutputs; output += parts * kWide) {
+            const auto add = [&](auto numbers) {
+              const auto& [scales, mins] = by.factors[block - begin];
+              add_block<n, parts, bits>(
+                  numbers, panel, scales[0] + output, mins + output, x.block(block, row + first),
+                  x.sum(block, row + first), sums + first * kOutputs + output);
+            };
+            if (once)
+              add(Stored<parts, bits>(words[block - begin] + output * bits, panel));
+            else
+              add(Widened(by.weights[block - begin] + output));
+          }
+      });
+  }
 }
 
 template <typename By>

@@ -77,15 +77,18 @@ struct Place {
   }
 };
 
-// The scales of a block's groups, times `unit`, and the mins of its only group.
-class Factors {
- public:
+// The scales of a block's groups, times a unit, and the mins of its only group.
+struct Factors {
   alignas(64) float scales[2][kOutputs], mins[kOutputs];
+};
 
-  explicit Factors(float unit) : unit_(unit) {}
+class FactorReader {
+ public:
+  explicit FactorReader(float unit) : unit_(unit) {}
 
-  // Blocks must be read in order.
-  void read(const Place& at) {
+  // Returns the factors of a block, until the next is read. Blocks must be read in order.
+  const Factors& read(const Place& at) {
+    auto& [scales, mins] = factors_;
     const int64_t groups = at.panel.groups;
     float *scales_of_unit = groups ? unit_scales_ : scales[0], *mins_of_unit = groups ? unit_mins_ : mins;
     if (at.in_unit == 0) {
@@ -95,9 +98,11 @@ class Factors {
     }
     for (int64_t group = 0; group < groups; ++group) multiply(unit_scales_, at.codes() + group * kOutputs, scales[group]);
     if (groups && at.panel.mins) multiply(unit_mins_, at.codes() + groups * kOutputs, mins);
+    return factors_;
   }
 
  private:
+  Factors factors_;
   alignas(64) float unit_scales_[kOutputs], unit_mins_[kOutputs];
   float unit_;
 
@@ -215,29 +220,79 @@ Vector<float> widened_byte(Words words) {
 
 constexpr float kByteUnit = 0x1p24f;
 
-// Adds a block's products to sums [rows, 32], for `parts` registers of outputs. Numbers are widened in registers, and
-// all rows of x [rows, 32] meet them there. A group's sum adds input after input. Then the group's scale, divided by
-// `kByteUnit`, multiplies it. Words, scales, mins and sums begin at the first of these outputs. Not inlined: in a long
-// function the compiler would keep sums in memory.
-template <int64_t rows, int64_t parts, int64_t bits>
+// The numbers of a block for `parts` registers of outputs, widened where rows meet them. `words` begins at the first of
+// these outputs.
+template <int64_t parts, int64_t bits>
+class Stored {
+ public:
+  Stored(const uint32_t* words, const Panel& panel) : words_(words), zero_(Bytes{} + int8_t(panel.zero())) {}
+
+  void read(uint64_t step) {
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = part * kWide;
+      const uint32_t* own = words_ + first / kLanes * bits * kLanes + first % kLanes;
+      numbers_[part] = four_numbers<bits>(step, zero_, [&](int64_t index) { return load(own + index * kLanes); });
+    }
+  }
+
+  template <int64_t byte>
+  Vector<float> number(int64_t part) const {
+    return widened_byte<byte>(numbers_[part]);
+  }
+
+ private:
+  const uint32_t* words_;
+  Bytes zero_;
+  Words numbers_[parts];
+};
+
+// The same of a block that was widened before: [32 inputs in the order in which they are met, 32 outputs].
+class Widened {
+ public:
+  explicit Widened(const float* from) : from_(from) {}
+
+  void read(uint64_t step) { own_ = from_ + 4 * step * kOutputs; }
+
+  template <int64_t byte>
+  Vector<float> number(int64_t part) const {
+    return load(own_ + byte * kOutputs + part * kWide);
+  }
+
+ private:
+  const float *from_, *own_ = from_;
+};
+
+// Widens a block as `Widened` reads it.
+template <int64_t bits>
+void widen_block(const uint32_t* words, const Panel& panel, float* to) {
+  constexpr int64_t parts = kOutputs / kWide;
+  Stored<parts, bits> numbers(words, panel);
+  for (uint64_t step = 0; step < 8; ++step, to += 4 * kOutputs) {
+    numbers.read(step);
+    for_constants<4>([&](auto byte) {
+      for (int64_t part = 0; part < parts; ++part)
+        store(numbers.template number<byte>(part), to + byte * kOutputs + part * kWide);
+    });
+  }
+}
+
+// Adds a block's products to sums [rows, 32], for `parts` registers of outputs. All rows of x [rows, 32] meet a number
+// in registers. A group's sum adds input after input. Then the group's scale, divided by `kByteUnit`, multiplies it.
+// Numbers, scales, mins and sums begin at the first of these outputs. Not inlined: in a long function the compiler
+// would keep sums in memory.
+template <int64_t rows, int64_t parts, int64_t bits, typename Numbers>
 __attribute__((noinline)) void add_block(
-    const uint32_t* words, const Panel& panel, const float* scales, const float* mins, const float* x,
-    const float* totals, float* sums) {
-  const Bytes zero = Bytes{} + int8_t(panel.zero());
+    Numbers numbers, const Panel& panel, const float* scales, const float* mins, const float* x, const float* totals,
+    float* sums) {
   const uint64_t steps = panel.groups == 2 ? 4 : 8;
   for (uint64_t begin = 0; begin < 8; begin += steps, scales += kOutputs) {
     Vector<float> held[rows][parts] = {};
     for (uint64_t step = begin; step < begin + steps; ++step) {
-      Words numbers[parts];
-      for (int64_t part = 0; part < parts; ++part) {
-        const int64_t first = part * kWide;
-        const uint32_t* own = words + first / kLanes * bits * kLanes + first % kLanes;
-        numbers[part] = four_numbers<bits>(step, zero, [&](int64_t index) { return load(own + index * kLanes); });
-      }
+      numbers.read(step);
       for_constants<4>([&](auto byte) {
         const float* own = x + 4 * step + kInputOfByte<bits>[byte];
         Vector<float> widened[parts];
-        for (int64_t part = 0; part < parts; ++part) widened[part] = widened_byte<byte>(numbers[part]);
+        for (int64_t part = 0; part < parts; ++part) widened[part] = numbers.template number<byte>(part);
         for (int64_t row = 0; row < rows; ++row)
           for (int64_t part = 0; part < parts; ++part) held[row][part] += widened[part] * own[row * kInputs];
       });
@@ -256,6 +311,10 @@ __attribute__((noinline)) void add_block(
 struct ByFloats {
   using T = float;
   static constexpr int64_t kRows = kFloatSums / 2;
+  static constexpr int64_t kBlocks = 8;  // widened at a time: 32 kB
+
+  alignas(64) float weights[kBlocks][kWeights];
+  Factors factors[kBlocks];
 
   static int64_t padded(int64_t rows) { return rows; }
   static int64_t slab(int64_t rows) { return std::clamp<int64_t>(rows, 1, kRows); }
