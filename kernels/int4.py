@@ -1,7 +1,7 @@
-"""Weights of any matrix as four bits in groups of 32: five bits a weight, with their scales and mins.
+"""Weights of any matrix as four or six bits in groups of 32: five or seven a weight, with their scales and mins.
 
 ```text
-W[n, k]  ~  scale[n, g] * q[n, k] - min[n, g],    q in 0 … 15
+W[n, k]  ~  scale[n, g] * q[n, k] - min[n, g],    q in 0 … 15 or 0 … 63
 ```
 
 If only the largest error counted, the smallest weight of a group would become 0, and the largest 15. What a
@@ -21,12 +21,14 @@ from kernels.grouped import INPUTS, OUTPUTS, Form, Groups, Layout, pack_into
 GROUP = INPUTS  # inputs of a group
 
 FORM = Form(4, mins=True)
+#: Values and down projections: rounding their weights changes the logits most, as llama.cpp's authors found.
+FINER_FORM = Form(6, mins=True)
 #: The head's weights decide each token, and a tied embedding is the head's.
 HEAD_FORM = Form(8)
 
-LARGEST = 15
-#: Distances that are tried: the range of a group's weights, divided by these numbers.
-DISTANCES = (15.0, 15.75, 16.5, 17.25, 18.0)
+#: Distances that are tried, by bits: the range of a group's weights, divided by these numbers. A quarter of a
+#: distance of four bits is among those of six: so weights that were quantized before may keep their values.
+DIVISORS = {4: (15.0, 15.75, 16.5, 17.25, 18.0), 6: (60.0, 63.0, 64.5, 66.0)}
 BLOCK_WEIGHTS = 2**18  # quantized at a time: 1 MB as float32
 
 
@@ -46,21 +48,22 @@ def quantize(weight: Tensor, layout: Layout) -> Tensor:
 
 
 def in_groups(rows: Tensor, form: Form) -> Groups:
-    """Quantize rows, [N, K] float32, to `FORM` or `HEAD_FORM`."""
+    """Quantize rows, [N, K] float32, to one of the forms above."""
     groups = rows.view(len(rows), -1, GROUP)
     if form == HEAD_FORM:
         scales = (groups.abs().amax(dim=-1) / 127).half()
         steps = groups / torch.where(scales == 0, 1.0, scales.float()).unsqueeze(-1)
         return Groups(steps.round_().clamp_(-127, 127).nan_to_num_().to(torch.int8).view(rows.shape), scales)
+    largest = 2**form.bits - 1
     lowest, highest = groups.aminmax(dim=-1, keepdim=True)
     best = torch.full_like(lowest, torch.inf)
     scales, mins = torch.full_like(lowest, torch.nan), -lowest  # NaN stays if a weight is not finite
     values = torch.zeros_like(groups)
-    for count in DISTANCES:
-        tried = (highest - lowest) / count
-        start = (highest + lowest) / 2 - tried * LARGEST / 2
-        scale, low = _fitted(groups, _rounded(groups - start, tried))
-        own = _rounded(groups + low, scale)
+    for divisor in DIVISORS[form.bits]:
+        tried = (highest - lowest) / divisor
+        start = lowest + tried * max(0.0, (divisor - largest) / 2)
+        scale, low = _fitted(groups, _rounded(groups - start, tried, largest))
+        own = _rounded(groups + low, scale, largest)
         error = (own * scale - low).sub_(groups).square_().sum(dim=-1, keepdim=True)
         better = error < best
         best = torch.where(better, error, best)
@@ -73,9 +76,9 @@ def in_groups(rows: Tensor, form: Form) -> Groups:
     )
 
 
-def _rounded(distances: Tensor, scale: Tensor) -> Tensor:
-    """Divide by a scale and round to 0 … 15. All are 0 if the scale is 0."""
-    return (distances / torch.where(scale == 0, torch.inf, scale)).round_().clamp_(0, LARGEST)
+def _rounded(distances: Tensor, scale: Tensor, largest: int) -> Tensor:
+    """Divide by a scale and round to 0 … largest. All are 0 if the scale is 0."""
+    return (distances / torch.where(scale == 0, torch.inf, scale)).round_().clamp_(0, largest)
 
 
 def _fitted(weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

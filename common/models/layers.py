@@ -81,6 +81,7 @@ class Linear(nn.Module):
         )
         self.weight_scale: nn.Parameter | None = None  # [out, 1] float32, of a quantized weight
         self.layout: Layout | None = None  # of a weight in groups
+        self.int4_forms = [int4.FORM] * len(sizes)  # of each matrix, in a model of four bits
         self.order: Tensor | None = None  # [in] int64, the inputs of a weight in groups, group after group
         self.packed: Tensor | None = None  # the weight in panels (`kernels.linear`), after `pack`
 
@@ -100,10 +101,10 @@ class Linear(nn.Module):
         self.layout = Layout.of(self.in_features, self.sizes, forms)
         self.weight = self.layout.room()
 
-    def quantize_in_groups(self, form: Form) -> None:
+    def quantize_in_groups(self) -> None:
         """Replace the weight by its form in groups (`kernels.int4`). The weight may be on the meta device."""
         weight = self.weight
-        self.group([form] * len(self.sizes))
+        self.group(self.int4_forms)
         if not weight.is_meta:
             assert self.layout is not None
             self.weight = nn.Parameter(int4.quantize(weight, self.layout), requires_grad=False)
@@ -261,6 +262,7 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(
             config.hidden_size, q_size, kv_size, kv_size, dtype=dtype, bias=config.qkv_bias
         )
+        self.qkv_proj.int4_forms[2] = int4.FINER_FORM
         self.o_proj = Linear(q_size, config.hidden_size, dtype=dtype, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
@@ -301,6 +303,7 @@ class GatedMLP(nn.Module):
             config.hidden_size, size, config.activation, dtype=dtype, bias=config.mlp_bias
         )
         self.down_proj = Linear(size, config.hidden_size, dtype=dtype, bias=config.mlp_bias)
+        self.down_proj.int4_forms[0] = int4.FINER_FORM
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down_proj(self.gate_up_proj(x))
@@ -328,6 +331,7 @@ class CausalLM(nn.Module, ABC):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table, _freeze=True)
         # Rounded to bfloat16, logits from 16 to 32 would be multiples of 1/8, and many of them equal.
         self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, wide=True)
+        self.lm_head.int4_forms[0] = int4.HEAD_FORM
         self.embedding_layout: Layout | None = None  # of an embedding in groups
         self._tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -442,13 +446,13 @@ class CausalLM(nn.Module, ABC):
         """Replace a linear layer's weight by its quantized form. A layer that has one stays as it is.
 
         Args:
-            kind: `int4` is four bits in groups of 32 inputs, and eight bits for the head. A layer whose inputs are
-                no whole groups becomes int8.
+            kind: `int4` is four bits in groups of 32 inputs, and more for some matrices (`Linear.int4_forms`). A
+                layer whose inputs are no whole groups becomes int8.
         """
         if layer.weight_scale is not None or layer.layout is not None:
             return
         if kind == "int4" and layer.in_features % int4.GROUP == 0:
-            layer.quantize_in_groups(int4.HEAD_FORM if layer is self.lm_head else int4.FORM)
+            layer.quantize_in_groups()
         else:
             layer.quantize()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.models.gguf.groups import KINDS
+from kernels import int4
 from kernels.gated_act import gated_act_reference
 from kernels.grouped import (
     Form,
@@ -28,8 +29,8 @@ LARGER = [
     *(Form(4, blocks=2), Form(4, blocks=4), Form(8, blocks=4)),
     *(Form(4, blocks=4, groups=1, mins=True), Form(8, blocks=2, groups=1, mins=True)),
 ]
-#: Every form that a file may have.
-FORMS = sorted({kind.form for kind in KINDS.values()}.union(LARGER))
+#: Every form that a file may have, or that a checkpoint is quantized to.
+FORMS = sorted({kind.form for kind in KINDS.values()}.union(LARGER, [int4.FINER_FORM]))
 #: Fewer outputs than a panel; several panels, the last of them with some; whole panels.
 OUTPUTS = [1, 75, 256]
 TOLERANCE = {FP32: 1e-5, BF16: 2**-7}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.grouped import Form, Layout, unpack
-from kernels.int4 import FORM, HEAD_FORM, quantize
+from kernels.int4 import FINER_FORM, FORM, HEAD_FORM, quantize
 from tests.kernels.support import draw
 
 
@@ -31,6 +31,21 @@ def test_errors_are_smaller_than_those_of_plain_rounding() -> None:
     assert (ours <= 1.01 * theirs).all()
 
 
+def test_errors_of_six_bits_are_at_most_a_quarter_of_those_of_five() -> None:
+    weight = draw(75, 512)
+    kind = gguf.GGMLQuantizationType.Q5_1
+    five = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
+    ours, theirs = squared_errors(dequantized(weight, FINER_FORM), weight), squared_errors(five, weight)
+    assert ours.sum() < 0.25 * theirs.sum()
+
+
+@pytest.mark.parametrize("form", [FORM, FINER_FORM], ids=str)
+def test_weights_that_were_quantized_before_keep_their_values(form: Form) -> None:
+    kind = gguf.GGMLQuantizationType.Q4_1
+    weight = torch.from_numpy(gguf.dequantize(gguf.quantize(draw(75, 512).numpy(), kind), kind))
+    assert squared_errors(dequantized(weight, form), weight).sum() < 1e-5 * weight.square().sum()
+
+
 def test_the_heads_eight_bits_are_near() -> None:
     weight = draw(33, 64)
     largest = weight.view(-1, 32).abs().amax(dim=-1)
@@ -49,13 +64,14 @@ def test_the_matrices_of_a_layer_are_quantized_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, -3.0])
-def test_a_group_of_one_number_stays(number: float) -> None:
+@pytest.mark.parametrize("form", [FORM, FINER_FORM], ids=str)
+def test_a_group_of_one_number_stays(number: float, form: Form) -> None:
     weight = torch.full((2, 64), number)
-    assert torch.equal(dequantized(weight), weight)
+    assert torch.equal(dequantized(weight, form), weight)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("form", [FORM, HEAD_FORM])
+@pytest.mark.parametrize("form", [FORM, FINER_FORM, HEAD_FORM])
 def test_a_group_that_is_not_finite_gives_no_finite_outputs(number: float, form: Form) -> None:
     weight = draw(2, 64)
     weight[1, 3] = number
