@@ -335,6 +335,21 @@ def test_greedy_is_exact_and_takes_the_first_of_equals() -> None:
     assert ids_of(logits, [make(temperature=0.0) for _ in range(5)])[1] == 3
 
 
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = random_logits(60, seed=3) + torch.linspace(-20, 20, 60).unsqueeze(1)  # of one sign, and of both
+    prompts = [list(range(row % 5, VOCAB, 2)) for row in range(len(logits))]
+    for penalty in (0.6, 1.4):
+        apply = RepetitionPenaltyLogitsProcessor(penalty)
+        theirs = [
+            apply(torch.tensor([prompt]), row.unsqueeze(0)).argmax().item()
+            for prompt, row in zip(prompts, logits, strict=True)
+        ]
+        requests = [make(temperature=0.0, repetition_penalty=penalty, prompt=prompt) for prompt in prompts]
+        assert ids_of(logits, requests) == theirs
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-9, 1e-4])
 def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     logits = random_logits(20, spread=30.0)
