@@ -60,41 +60,53 @@ void multiply_panel(
   }
 }
 
+// Calls function(n, parts) with constants: `rows` rows of a slab, and the registers of outputs that go with them.
+template <typename Function>
+void with_slab(int64_t rows, const Function& function) {
+  with_constant<ByFloats::kRows>(rows, [&](auto n) {
+    function(n, std::integral_constant<int64_t, std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2)>{});
+  });
+}
+
 // The same with float32. One slab of rows meets a block in registers. If there are more, they come after each other,
 // and some blocks are widened for all of them.
 template <int64_t bits>
 void multiply_panel(
     ByFloats& by, const Blocks<float>& x, int64_t row, int64_t rows, const uint8_t* bytes, const Panel& panel,
     int64_t inputs, float* sums) {
+  const int64_t blocks = inputs / kInputs;
   std::memset(sums, 0, rows * kOutputs * sizeof(float));
-  const bool once = rows <= x.slab;
   FactorReader reader(1 / kByteUnit);
   Place at(bytes, panel);
-  for (int64_t begin = 0; begin < inputs / kInputs; begin += ByFloats::kBlocks) {
-    const int64_t end = std::min(begin + ByFloats::kBlocks, inputs / kInputs);
-    const uint32_t* words[ByFloats::kBlocks];
+  const auto add = [&](auto n, auto parts, auto numbers, const Factors& factors, int64_t block, int64_t first,
+                       int64_t output) {
+    add_block<n, parts, bits>(
+        numbers, panel, factors.scales[0] + output, factors.mins + output, x.block(block, row + first),
+        x.sum(block, row + first), sums + first * kOutputs + output);
+  };
+  if (rows <= x.slab) {
+    with_slab(rows, [&](auto n, auto parts) {
+      for (; at.index < blocks; at.advance()) {
+        at.fetch_ahead();
+        const Factors& factors = reader.read(at);
+        for (int64_t output = 0; output < kOutputs; output += parts * kWide)
+          add(n, parts, Stored<parts, bits>(at.words() + output * bits, panel), factors, at.index, 0, output);
+      }
+    });
+    return;
+  }
+  while (at.index < blocks) {
+    const int64_t begin = at.index, end = std::min(begin + ByFloats::kBlocks, blocks);
     for (; at.index < end; at.advance()) {
       at.fetch_ahead();
       by.factors[at.index - begin] = reader.read(at);
-      words[at.index - begin] = at.words();
-      if (!once) widen_block<bits>(at.words(), panel, by.weights[at.index - begin]);
+      widen_block<bits>(at.words(), panel, by.weights[at.index - begin]);
     }
     for (int64_t first = 0; first < rows; first += x.slab)
-      with_constant<ByFloats::kRows>(std::min(x.slab, rows - first), [&](auto n) {
-        constexpr int64_t parts = std::min<int64_t>(kOutputs / kWide, n * 4 <= kFloatSums ? 4 : 2);
+      with_slab(std::min(x.slab, rows - first), [&](auto n, auto parts) {
         for (int64_t block = begin; block < end; ++block)
-          for (int64_t output = 0; output < kOutputs; output += parts * kWide) {
-            const auto add = [&](auto numbers) {
-              const auto& [scales, mins] = by.factors[block - begin];
-              add_block<n, parts, bits>(
-                  numbers, panel, scales[0] + output, mins + output, x.block(block, row + first),
-                  x.sum(block, row + first), sums + first * kOutputs + output);
-            };
-            if (once)
-              add(Stored<parts, bits>(words[block - begin] + output * bits, panel));
-            else
-              add(Widened(by.weights[block - begin] + output));
-          }
+          for (int64_t output = 0; output < kOutputs; output += parts * kWide)
+            add(n, parts, Widened(by.weights[block - begin] + output), by.factors[block - begin], block, first, output);
       });
   }
 }
