@@ -88,6 +88,7 @@ def assert_told(answer: bytes, status: int, code: str) -> None:
         (b"nonsense\r\n\r\n", 400, "invalid_http"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_http"),
         (HEAD + b"X-Request-ID: " + b"x" * 2**15, 431, "head_too_large"),
+        (HEAD + b"X-Request-ID: " + b"x" * 2**14 + b"\r\n\r\n", 431, "head_too_large"),  # whole in one packet
     ],
     ids=lambda value: repr(value)[-40:],
 )
@@ -296,8 +297,10 @@ def test_the_limit_of_open_files_is_raised(
     now = [(1024, 2048)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: now.append(limits))
+    assert allow_open_files(500) == 500
+    assert now == [(1024, 2048)]
     assert allow_open_files(1024) == 1024
-    assert now[-1] == (2048, 2048)
+    assert now[-1] == (1024 + 160, 2048)
     assert allow_open_files(5000) == 2048 - 160
     assert now[-1] == (2048, 2048)
     assert "--max-connections 5000 is too many for the 2048 open files" in caplog.text

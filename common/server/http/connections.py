@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import logging
 import sys
 from collections import Counter
@@ -23,7 +24,6 @@ import orjson
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from common.errors import ShuttingDownError
 from common.server.errors import ApiError, from_exception
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 #: If a client takes fewer bytes than this of its answer within `--send-timeout`, its connection is closed. The time
 #: runs while over 64 KiB wait for the client, until 16 KiB are left.
 MUST_TAKE_BYTES = 48 * 1024
-#: Bytes of a request's head that may wait for the rest of the head.
+#: Bytes of a request's target and headers at the most.
 MAX_HEAD_BYTES = 16 * 1024
 
 #: A body may come in this many pieces (HTTP chunks or packets) of any size. With more pieces, the body must have
@@ -81,7 +81,7 @@ class Config(uvicorn.Config):
 
 
 class BoundedParser(h11.Connection):
-    """h11's HTTP parser for a server's connection, with a bound on the pieces of a request's body.
+    """h11's HTTP parser for a server's connection, with bounds on a request's head and on the pieces of its body.
 
     A body may come in chunks of one byte, and each chunk is an event of the parser: 256 KiB of them come in one
     read and take 0.2 s to parse, in which no other client is served.
@@ -98,6 +98,9 @@ class BoundedParser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._pieces = self._body_bytes = 0
+            # h11 measures only a head that comes in several packets.
+            if len(event.target) + sum(map(len, itertools.chain(*event.headers))) > MAX_HEAD_BYTES:
+                raise h11.RemoteProtocolError("head too large", error_status_hint=431)
         elif isinstance(event, h11.Data):
             self._pieces += 1
             self._body_bytes += len(event.data)
@@ -111,14 +114,8 @@ class Connection(H11Protocol):
 
     config: Config
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, config: Config, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
         self.conn = BoundedParser()
         self._address: str | None = None
         self._receiving: asyncio.TimerHandle | None = None  # ends a request that does not come whole

@@ -110,17 +110,22 @@ def find_lost_peers(listener: socket.socket, within_s: float) -> None:
 
 
 def allow_open_files(connections: int) -> int:
-    """Raise the process's limit of open files as far as the system allows. Returns how many clients can then be
-    connected: `connections`, or fewer."""
+    """Raise the process's limit of open files, if necessary, so that `connections` clients can be connected.
+    Returns `connections`, or how many the system allows."""
     if sys.platform == "win32":
         return connections
     import resource
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    possible = max(1, most - SPARE_CONNECTIONS - OTHER_FILES)
-    if most == resource.RLIM_INFINITY or possible >= connections:
+    needed = connections + SPARE_CONNECTIONS + OTHER_FILES
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now == resource.RLIM_INFINITY or now >= needed:
         return connections
-    says = "--max-connections %d is too many for the %d open files of this process (ulimit -Hn): at most %d"
-    logger.warning(says, connections, most, possible)
+    allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))  # not to `most`, which macOS may refuse
+    possible = max(1, connections - (needed - allowed))
+    if possible < connections:
+        says = (
+            "--max-connections %d is too many for the %d open files of this process (ulimit -Hn): at most %d"
+        )
+        logger.warning(says, connections, most, possible)
     return possible
