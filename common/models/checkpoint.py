@@ -7,7 +7,7 @@ A checkpoint has one of three forms: a Hugging Face folder, a dummy without file
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from common.models.compressed import Scheme
 from common.models.config import JsonObject, ModelConfig
-from common.models.layers import CausalLM, Linear
+from common.models.layers import CausalLM
 from common.models.loader import (
+    WhenRead,
     checkpoint_tensors,
     fill_from,
     fill_randomly,
@@ -66,14 +67,7 @@ class Checkpoint(ABC):
         self.unused: list[str] = []
 
     @abstractmethod
-    def fill(
-        self,
-        model: CausalLM,
-        device: torch.device,
-        *,
-        keep_groups: bool = False,
-        when_read: Callable[[Linear], None] | None = None,
-    ) -> None:
+    def fill(self, model: CausalLM, device: torch.device, keep_groups: bool, when_read: WhenRead) -> None:
         """Allocate a model that was built on the meta device, and fill its weights.
 
         Memory that was not written to yet is free. So if `when_read` makes each layer smaller, the whole model is
@@ -130,14 +124,7 @@ class FolderCheckpoint(Checkpoint):
         if scheme is not None and tensors is not None and matrices_of(tensors) and not self.is_int8:
             self.quantization = f"{scheme.title}, {bits_a_weight(tensors):.1f} bits a weight"
 
-    def fill(
-        self,
-        model: CausalLM,
-        device: torch.device,
-        *,
-        keep_groups: bool = False,
-        when_read: Callable[[Linear], None] | None = None,
-    ) -> None:
+    def fill(self, model: CausalLM, device: torch.device, keep_groups: bool, when_read: WhenRead) -> None:
         if self.tensors is None:
             stored = stored_tensors(self.folder, type(model), tied=self.config.tie_word_embeddings)
         else:
@@ -145,14 +132,8 @@ class FolderCheckpoint(Checkpoint):
         if self.is_int8:
             quantize_as_stored(model, stored.keys())
         keep = keep_groups and self.quantization is not None
-        fill_from(
-            model,
-            stored,
-            device,
-            origin=self.folder,
-            form_of=self.form_of if keep else None,
-            when_read=when_read,
-        )
+        form_of = self.form_of if keep else None
+        fill_from(model, stored, device, when_read, origin=self.folder, form_of=form_of)
         if keep:
             set_orders(model, self._order_of)
             model.stored_as = self.quantization
@@ -192,9 +173,8 @@ class DummyCheckpoint(Checkpoint):
         self,
         model: CausalLM,
         device: torch.device,
-        *,
-        keep_groups: bool = False,  # noqa: ARG002 - a dummy has no groups
-        when_read: Callable[[Linear], None] | None = None,
+        keep_groups: bool,  # noqa: ARG002 - it has none
+        when_read: WhenRead,
     ) -> None:
         fill_randomly(model, device, DUMMY_SEED, when_read)
 

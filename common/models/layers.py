@@ -37,6 +37,9 @@ from kernels.linear import pack_gated_linear, pack_linear, packed_gated_linear, 
 from kernels.rms_norm import fused_add_rms_norm, rms_norm
 from kernels.rope import HeadNorms, rope
 
+#: How linear layers can be quantized when they are read.
+Quantization = Literal["int8", "int4"]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
@@ -85,10 +88,23 @@ class Linear(nn.Module):
         self.order: Tensor | None = None  # [in] int64, the inputs of a weight in groups, group after group
         self.packed: Tensor | None = None  # the weight in panels (`kernels.linear`), after `pack`
 
-    def quantize(self) -> None:
-        """Replace the weight by its int8 form, unless it is int8 already. The weight may be on the meta device."""
-        if self.weight_scale is None:
-            values, scales = quantize(self.weight)
+    def quantize(self, kind: Quantization = "int8") -> None:
+        """Replace the weight by its quantized form, if it has none yet. The weight may be on the meta device.
+
+        Args:
+            kind: `int4` is four bits in groups of 32 inputs, and more for some matrices (`int4_forms`). If the
+                inputs are no whole groups, the weight becomes int8.
+        """
+        if self.weight_scale is not None or self.layout is not None:
+            return
+        weight = self.weight
+        if kind == "int4" and self.in_features % int4.GROUP == 0:
+            self.group(self.int4_forms)
+            if not weight.is_meta:
+                assert self.layout is not None
+                self.weight = nn.Parameter(int4.quantize(weight, self.layout), requires_grad=False)
+        else:
+            values, scales = quantize(weight)
             self.weight = nn.Parameter(values, requires_grad=False)
             self.weight_scale = nn.Parameter(scales, requires_grad=False)
 
@@ -100,14 +116,6 @@ class Linear(nn.Module):
         """
         self.layout = Layout.of(self.in_features, self.sizes, forms)
         self.weight = self.layout.room()
-
-    def quantize_in_groups(self) -> None:
-        """Replace the weight by its form in groups (`kernels.int4`). The weight may be on the meta device."""
-        weight = self.weight
-        self.group(self.int4_forms)
-        if not weight.is_meta:
-            assert self.layout is not None
-            self.weight = nn.Parameter(int4.quantize(weight, self.layout), requires_grad=False)
 
     def pack(self) -> None:
         """Replace the weight by its form for native CPU kernels. Changes nothing if they cannot compute with it.
@@ -424,37 +432,23 @@ class CausalLM(nn.Module, ABC):
         """Yield every linear layer, for the measurement of batch invariance."""
         return (Product(layer.in_features, layer.out_features, layer) for layer in self.linear_layers())
 
-    def quantize(self, kind: Literal["int8", "int4"] = "int8", *, head: bool = True) -> None:
+    def quantize(self, kind: Quantization = "int8", *, head: bool = True) -> None:
         """Replace the weights of all linear layers by their quantized form, one layer after the other.
 
         A tied embedding is quantized with the head: both are one parameter. An untied embedding keeps its type.
 
         Args:
-            kind: as for `quantize_layer`.
+            kind: as for `Linear.quantize`.
             head: whether the head is quantized, too.
         """
         for layer in self.linear_layers():
             if head or layer is not self.lm_head:
-                self.quantize_layer(layer, kind)
+                layer.quantize(kind)
         if kind == "int4":
             if self.config.tie_word_embeddings:
                 self.embedding_layout = self.lm_head.layout
             self.stored_as = "int4"
         self._tie()
-
-    def quantize_layer(self, layer: Linear, kind: Literal["int8", "int4"]) -> None:
-        """Replace a linear layer's weight by its quantized form. A layer that has one stays as it is.
-
-        Args:
-            kind: `int4` is four bits in groups of 32 inputs, and more for some matrices (`Linear.int4_forms`). A
-                layer whose inputs are no whole groups becomes int8.
-        """
-        if layer.weight_scale is not None or layer.layout is not None:
-            return
-        if kind == "int4" and layer.in_features % int4.GROUP == 0:
-            layer.quantize_in_groups()
-        else:
-            layer.quantize()
 
     def group_embedding(self, form: Form) -> None:
         """Replace the embedding by room for weights in groups. A tied one is the head's, which has its by now."""

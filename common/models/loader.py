@@ -44,6 +44,13 @@ _DTYPES = {
 _INTEGERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}  # of quantized weights
 
 
+WhenRead = Callable[[Linear], None]
+
+
+def keep_as_read(_: Linear) -> None:
+    """A `WhenRead` that changes nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor's type, shape and place in a safetensors file."""
@@ -235,12 +242,12 @@ def fill_from(
     model: CausalLM,
     stored: Mapping[str, Stored],
     device: torch.device,
+    when_read: WhenRead,
     *,
     origin: Path,
     shapes: str = "config.json",
     spelled: Callable[[str], str] = str,
     form_of: Callable[[str], Form | None] | None = None,
-    when_read: Callable[[Linear], None] | None = None,
 ) -> None:
     """Allocate a model that was built on the meta device, and read its weights.
 
@@ -248,11 +255,11 @@ def fill_from(
 
     Args:
         stored: the tensors on disk, in the order in which they lie there: a disk then reads forward.
+        when_read: as for `Checkpoint.fill`.
         origin: the checkpoint's folder or file, for the error message.
         shapes: the part of the checkpoint that the model's shapes come from, for the error message.
         spelled: takes a tensor's name in Hugging Face checkpoints, and returns its name in `stored`.
         form_of: the same for `make_groups`: matrices that have a form are read as groups.
-        when_read: as for `Checkpoint.fill`.
 
     Raises:
         StartupError: tensors are missing, unexpected or of a wrong shape (the message has the first names), or a
@@ -284,13 +291,12 @@ def fill_from(
             spelled(f"{name}.{kind}") for name in _names(path) for kind in dict(module.named_parameters())
         }
         for path, module in model.named_modules()
-        if isinstance(module, Linear) and when_read is not None
+        if isinstance(module, Linear)
     }
     layer_of = {name: layer for layer, names in unread.items() for name in names}
     for name in shown((name, held[name].nbytes) for name in stored):
         stored[name].read_into(held.pop(name))  # a view that was kept would keep the memory
-        layer = layer_of.get(name)
-        if layer is not None and when_read is not None:
+        if (layer := layer_of.get(name)) is not None:
             unread[layer].remove(name)
             if not unread[layer]:
                 when_read(layer)
@@ -318,9 +324,7 @@ def read_fully(file: BinaryIO, view: memoryview) -> None:
         done += count
 
 
-def fill_randomly(
-    model: CausalLM, device: torch.device, seed: int, when_read: Callable[[Linear], None] | None = None
-) -> None:
+def fill_randomly(model: CausalLM, device: torch.device, seed: int, when_read: WhenRead) -> None:
     """Allocate a dummy and draw its weights: normally distributed, with deviation 0.02.
 
     Norm weights are not random: they get the value with which norms multiply by 1. Other weights are rounded to the
@@ -340,5 +344,5 @@ def fill_randomly(
             else:
                 parameter.data.normal_(0.0, 0.02, generator=generator)
                 parameter.data.copy_(parameter.data.to(model.config.dtype))
-        if isinstance(module, Linear) and when_read is not None:
+        if isinstance(module, Linear):
             when_read(module)

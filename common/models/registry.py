@@ -11,7 +11,6 @@ To add an architecture, write a subclass of `CausalLM`, or of a model that is al
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +30,9 @@ from common.models.gemma3 import Gemma3
 from common.models.generation_config import suggested_params
 from common.models.gguf.checkpoint import GGUFCheckpoint, config_of
 from common.models.gguf.file import GGUFFile, first_part, is_gguf
-from common.models.layers import CausalLM
+from common.models.layers import CausalLM, Quantization
 from common.models.llama import Llama
-from common.models.loader import make_groups, stored_tensors
+from common.models.loader import keep_as_read, make_groups, stored_tensors
 from common.models.mistral import Mistral
 from common.models.packed import with_matrices
 from common.models.presets import PRESETS, TOKENIZER_OF
@@ -187,7 +186,7 @@ def load_model(
     dtype: torch.dtype,
     max_positions: int,
     keep_groups: bool = False,
-    quantize: Literal["int8", "int4"] | None = None,
+    quantize: Quantization | None = None,
 ) -> CausalLM:
     """Build a checkpoint's model and fill its weights.
 
@@ -204,9 +203,9 @@ def load_model(
     """
     model = _without_memory(checkpoint.config, dtype, max_positions)
     if quantize is None:
-        checkpoint.fill(model, device, keep_groups=keep_groups)
+        checkpoint.fill(model, device, keep_groups, when_read=keep_as_read)
     else:
-        checkpoint.fill(model, device, when_read=functools.partial(model.quantize_layer, kind=quantize))
+        checkpoint.fill(model, device, keep_groups, when_read=lambda layer: layer.quantize(quantize))
         model.quantize(quantize)  # a tied head
     return model.eval()
 

@@ -146,10 +146,10 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, checkpoint.config.dtype, device)
     native = config.native_kernels and device.type == "cpu" and not INTERPRETED and load_native_kernels()
-    # How the linear layers are held: as the checkpoint has them, or as the option says.
-    own: Literal["none", "layers"] = "layers" if checkpoint.is_int8 else "none"
+    asked = config.quantize if config.quantize in ("int8", "int4") else None
+    # How the linear layers are held: as the option says, or as the checkpoint has them.
     quantized: Literal["none", "layers", "int8", "int4"]
-    quantized = config.quantize if config.quantize in ("int8", "int4") else own
+    quantized = asked or ("layers" if checkpoint.is_int8 else "none")
     if checkpoint.is_int8 and quantized == "int4":  # the head becomes a matrix of eight bits
         quantized = "int8"
     keep_groups = config.quantize == "auto" and native and has_products(dtype)
@@ -175,7 +175,7 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
         dtype=dtype,
         max_positions=config.max_seq_len,
         keep_groups=keep_groups,
-        quantize=config.quantize if config.quantize in ("int8", "int4") else None,
+        quantize=asked,
     )
     if native:
         model.pack()

@@ -6,17 +6,17 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.models.layers import CausalLM
+from common.models.layers import CausalLM, Quantization
 from common.models.llama import Llama
 from common.models.loader import checkpoint_tensors
-from common.models.registry import load_model, open_checkpoint, parse_config
+from common.models.registry import parse_config
 from tests.support.forked import in_a_fork, memory_bytes
 from tests.support.models import (
     ARCHITECTURES,
@@ -225,13 +225,10 @@ def test_pickled_weights_are_never_opened(pickle: str, llama: Path) -> None:
 # ---------------------------------------------------------------------- memory
 
 
-def sizes_of(folder: Path, dtype: torch.dtype, quantize: Literal["int8", "int4"] | None) -> tuple[int, int]:
+def sizes_of(folder: Path, dtype: torch.dtype, quantize: Quantization | None) -> tuple[int, int]:
     """Load a model. Returns the bytes of its parameters, and those by which the peak memory has risen."""
     before = memory_bytes("VmRSS")
-    checkpoint = open_checkpoint(str(folder))
-    model = load_model(
-        checkpoint, device=torch.device("cpu"), dtype=dtype, max_positions=64, quantize=quantize
-    )
+    model = load(folder, dtype=dtype, max_positions=64, quantize=quantize)
     return sum(each.numel() * each.itemsize for each in model.parameters()), memory_bytes("VmHWM") - before
 
 
@@ -268,7 +265,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_loading_needs_the_models_memory_and_little_more(
-    large: Path, dtype: torch.dtype, quantize: Literal["int8", "int4"] | None, megabytes: int
+    large: Path, dtype: torch.dtype, quantize: Quantization | None, megabytes: int
 ) -> None:
     size, risen = in_a_fork(sizes_of, large, dtype, quantize)
     assert size > megabytes * 10**6

@@ -26,7 +26,7 @@ from common.engine.engine import Engine
 from common.engine.reference import generate
 from common.models.config import Llama3Scaling, ModelConfig, RopeConfig
 from common.models.layers import CausalLM
-from common.models.loader import fill_randomly
+from common.models.loader import fill_randomly, keep_as_read
 from common.models.registry import ARCHITECTURES, ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from common.sampling.draw import Sampled
@@ -157,7 +157,7 @@ def random_model(architecture: str) -> CausalLM:
     config: ModelConfig = dataclasses.replace(trained, layers=layers, dtype=torch.float32)
     with torch.device("meta"):
         model = ARCHITECTURES[config.architecture](config, torch.float32, MAX_SEQ_LEN)
-    fill_randomly(model, torch.device("cpu"), seed=1)
+    fill_randomly(model, torch.device("cpu"), 1, keep_as_read)
     for name, parameter in model.named_parameters():
         if not name.endswith("norm.weight"):
             parameter.data.mul_(5.0)

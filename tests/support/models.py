@@ -15,7 +15,7 @@ from torch import Tensor
 from common.engine.reference import ContiguousCache
 from common.errors import StartupError
 from common.kv import KVPool, Span
-from common.models.layers import CausalLM, TokenBatch
+from common.models.layers import CausalLM, Quantization, TokenBatch
 from common.models.registry import ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from phase6_paged import Config
@@ -112,10 +112,15 @@ def load(
     dtype: torch.dtype = torch.float32,
     max_positions: int = 512,
     keep_groups: bool = False,
+    quantize: Quantization | None = None,
 ) -> CausalLM:
-    checkpoint = open_checkpoint(str(folder))
     return load_model(
-        checkpoint, device=CPU, dtype=dtype, max_positions=max_positions, keep_groups=keep_groups
+        open_checkpoint(str(folder)),
+        device=CPU,
+        dtype=dtype,
+        max_positions=max_positions,
+        keep_groups=keep_groups,
+        quantize=quantize,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from common.models.config import JsonObject, ModelConfig
 from common.models.gguf.file import PLAIN, GGUFFile, GGUFTensor
 from common.models.gguf.groups import KINDS
 from common.models.gguf.tokenizer import GGUFVocabulary
-from common.models.layers import CausalLM, Linear
-from common.models.loader import fill_from
+from common.models.layers import CausalLM
+from common.models.loader import WhenRead, fill_from
 from common.models.tokenizer_files import gguf_tokenizer
 from common.text.tokenizer import Tokenizer
 from kernels.grouped import Form
@@ -87,14 +86,7 @@ class GGUFCheckpoint(Checkpoint):
     def _spelled(self, name: str) -> str:
         return _spelled(name, _GEMMA_NAMES if self.config.architecture == "gemma3_text" else _NAMES)
 
-    def fill(
-        self,
-        model: CausalLM,
-        device: torch.device,
-        *,
-        keep_groups: bool = False,
-        when_read: Callable[[Linear], None] | None = None,
-    ) -> None:
+    def fill(self, model: CausalLM, device: torch.device, keep_groups: bool, when_read: WhenRead) -> None:
         stored = {
             name: _undone(name, tensor, model.config)
             for name, tensor in self.file.tensors.items()
@@ -104,11 +96,11 @@ class GGUFCheckpoint(Checkpoint):
             model,
             stored,
             device,
+            when_read,
             origin=self.file.path,
             shapes="metadata",
             spelled=self._spelled,
             form_of=self.form_of if keep_groups else None,
-            when_read=when_read,
         )
         model.stored_as = self.quantization if keep_groups else None
 
