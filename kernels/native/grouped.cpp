@@ -1,9 +1,9 @@
 // Linear layers on weights in groups: see grouped.py for the form of panels.
 //
 // A block of a panel, 32 inputs of 32 outputs, is widened to the type of x, exactly: in registers, if few rows are
-// multiplied in float32, else in a cache. Rows of x meet it there, and a group's float32 sums are multiplied by its scales
-// and added to those of the groups before it. All numbers of rows take this way. So the order of every sum, and with it
-// a row's bits, depends on the number of inputs alone.
+// multiplied in float32, else in a cache. Rows of x meet it there, and a group's float32 sums are multiplied by its
+// scales and added to those of the groups before it, in both places in the same order. So the order of every sum, and
+// with it a row's bits, depends on the number of inputs alone.
 #include "grouped.h"
 
 namespace infer {
