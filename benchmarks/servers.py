@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -297,6 +298,9 @@ class RunningServer:
                     self.version = server_version(client, self.url)
                     return
                 time.sleep(0.1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert self._process is not None
+            self._process.wait(max(0.0, deadline - time.monotonic()))  # its log ends before it does
         said = "\n  ".join(list(self.log)[-15:]) or "(nothing)"
         how = f"ended (exit {self.exit_code})" if self.exit_code is not None else "did not answer in time"
         raise StartupError(f"{self.target.label} {how}; it printed last:\n  {said}")

@@ -22,7 +22,7 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from common.models.registry import ZOO
+from common.models.registry import ZOO, open_checkpoint
 from tests.support.forked import Forked
 from tests.support.servers import HANG_S, ServerProcess, called_from_python, rendered
 
@@ -130,8 +130,13 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     """A server whose model has no EOS: answers last thousands of tokens. A test may hold its passes."""
     folder = tmp_path_factory.mktemp("endless") / "model"
     shutil.copytree(ZOO / "llama-tiny", folder)
-    for file in (folder / "config.json", folder / "generation_config.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        entries = json.loads((folder / name).read_text()) | {"eos_token_id": None, "eos_token": None}
+        (folder / name).write_text(json.dumps(entries))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    )
+    assert not open_checkpoint(str(folder)).config.eos_token_ids
     flags = ("--model", str(folder), "--max-seq-len", "4096", *called_from_python(PHASE))
     with ServerProcess(PHASE, *flags, module="tests.support.gated_server") as process:
         yield process
