@@ -128,3 +128,17 @@ def test_the_cost_of_a_row_is_measured_if_guesses_must_pay(
     assert (engine.scheduler.row_cost not in (None, RowCost())) == measured
     assert_all_free(engine)
     assert engine.telemetry.accepted_at == []
+
+
+def test_wrong_guesses_take_no_memory_that_others_need_soon() -> None:
+    """Sixteen blocks are just enough for these requests without guesses: nobody is preempted."""
+    preemptions = []
+    sizes = {"block_size": 4, "num_blocks": 16, "enable_prefix_caching": False}
+    for engine in (build("phase9_pipelined", **sizes), guessing(WRONG, draft_length=7, **sizes)):
+        lengths = (12, 19), (3, 15), (6, 14), (4, 9)
+        requests = [
+            add(engine, [number] * prompt, greedy(new)) for number, (prompt, new) in enumerate(lengths, 1)
+        ]
+        assert_answered(run(engine), requests)
+        preemptions.append(engine.telemetry.counters.preemptions)
+    assert preemptions == [0, 0]
