@@ -158,7 +158,7 @@ any_batch = given(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=250, deadline=None)
 @any_batch
 def test_every_row_of_any_batch_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
@@ -236,7 +236,7 @@ FILTERED = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(st.tuples(FILTERED, st.one_of(STEPS, st.integers(0, 1000))), min_size=1, max_size=5),
     candidates=st.integers(1, VOCAB),
@@ -417,7 +417,7 @@ PENALISED = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.tuples(PENALISED, HISTORY), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_counts_that_were_kept_penalise_like_counts_made_anew(
     rows: list[tuple[SamplingParams, list[int]]], seed: int
@@ -438,7 +438,7 @@ def test_counts_that_were_kept_penalise_like_counts_made_anew(
             request.token_ids.append(token_id)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(PENALISED, HISTORY, HISTORY, st.integers(0, VOCAB - 1), st.booleans()),
