@@ -87,10 +87,11 @@ def write(
     *,
     only: str = "proj.weight",
     orders: Callable[[str], int] = lambda _: 0,
+    shape: dict[str, int] = SHAPE,
     **entries: Any,
 ) -> tuple[Path, Path]:
     """Write a quantized checkpoint (as `quantize_folder`), and one with the numbers that it stands for."""
-    plain = save_tiny(folder / "plain", architecture, **(SHAPE | entries))
+    plain = save_tiny(folder / "plain", architecture, **(shape | entries))
     numbers = quantize_folder(plain, folder / "quantized", name, kind, only=only, orders=orders)
     save_file(numbers, plain / WEIGHTS, metadata={"format": "pt"})
     return folder / "quantized", plain
@@ -144,6 +145,25 @@ def test_a_checkpoint_in_groups_is_computed_with_its_own_numbers(
 def test_every_architecture(name: str, kind: Kind, architecture: str, tmp_path: Path) -> None:
     quantized, plain = write(tmp_path, name, kind, architecture)
     assert_computes(load(quantized, keep_groups=True), plain)
+
+
+@pytest.mark.parametrize("name", ["integers", "compressed"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
+def test_whole_rows_of_eight_bits(name: str, architecture: str, tmp_path: Path) -> None:
+    """They are computed as int8. No size is a multiple of four, so the last number of a packed row is padded."""
+    quantized, plain = write(tmp_path, name, Kind(bits=8, group=-1, symmetric=True), architecture, shape={})
+    model = load(quantized)
+    assert model.is_quantized
+    assert model.lm_head.weight_scale is None, "as the checkpoint says"
+    for prepare in (lambda: None, model.pack):
+        prepare()
+        assert_computes(model, plain)
+    with_head = load(quantized)
+    before = {name: tensor.clone() for name, tensor in with_head.named_parameters() if "proj" in name}
+    with_head.quantize()
+    assert with_head.lm_head.weight_scale is not None
+    after = dict(with_head.named_parameters())
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
@@ -309,6 +329,19 @@ def test_quantized_activations_are_named(tmp_path: Path) -> None:
         (compressed_config(Kind(), transform_config={"config_groups": {"u": {}}}), ["transform_config"]),
         (compressed_config(Kind(), "mixed-precision"), ["format = None"]),
         (compressed_config(Kind(), "nvfp4-pack-quantized"), ["'nvfp4-pack-quantized'"]),
+        (
+            compressed_config(Kind(), "marlin-24"),
+            ["format", "'marlin-24'", "int-quantized or pack-quantized"],
+        ),
+        (compressed_config(Kind(bits=3)), ["num_bits", "3", "4 or 8"]),
+        (compressed_config(Kind(), weights={"type": "float"}), ["type", "'float'"]),
+        (compressed_config(Kind(), weights={"strategy": "tensor"}), ["strategy", "'tensor'"]),
+        (compressed_config(Kind(), kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme"]),
+        (
+            compressed_config(Kind(), sparsity_config={"format": "sparse-24-bitmask"}),
+            ["sparsity_config", "sparse-24-bitmask"],
+        ),
+        (compressed_config(Kind(), config_groups=None), ["config_groups"]),
         ({"quant_method": "auto-round", "bits": 4}, ["(auto-round)", "gptq, awq"]),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ def quantize(weight: NDArray[np.float32], kind: Kind, order: NDArray[np.int64]) 
     # Eight significant bits, as a bfloat16 has.
     scales = torch.from_numpy(scales).bfloat16().float().numpy()
     q = np.rint(weight / scales[:, group_of]).astype(np.int64) + zeros[:, group_of]
+    q[0, 0] = 0  # the formats allow the lowest number, symmetric rounding does not make it
     return Quantized(q.clip(0, largest), scales, zeros, group_of)
 
 
@@ -116,8 +117,11 @@ def as_integers(own: Quantized, kind: Kind) -> dict[str, Tensor]:
     }
 
 
-def compressed_config(kind: Kind, form: str = "pack-quantized", **changes: Any) -> dict[str, Any]:
-    weights = {
+def compressed_config(
+    kind: Kind, form: str = "pack-quantized", *, weights: Mapping[str, Any] = {}, **changes: Any
+) -> dict[str, Any]:
+    """Return a compressed-tensors entry of config.json. `weights`: changes to its scheme of weights."""
+    scheme = {
         "num_bits": kind.bits,
         "type": "int",
         "symmetric": kind.symmetric,
@@ -128,8 +132,9 @@ def compressed_config(kind: Kind, form: str = "pack-quantized", **changes: Any) 
         "actorder": None if kind.in_order else "group",
         "block_structure": None,
         "observer_kwargs": {},
+        **weights,
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
