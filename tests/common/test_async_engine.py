@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ from common.hosting.messages import Stepped
 from common.request import Request, StepOutput
 from tests.support.engines import (
     TIMEOUT_S,
-    Gate,
     RememberingModel,
     assert_all_free,
     build,
@@ -27,7 +27,7 @@ from tests.support.engines import (
     greedy,
     read,
     submit,
-    tokens,
+    tokens_of,
     until,
     working,
 )
@@ -39,6 +39,18 @@ pytestmark = pytest.mark.anyio
 def phase(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+class Gate:
+    """A model hook that holds every pass until `open` is set; `reached` is set once a pass is held."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, _: object) -> None:
+        self.reached.set()
+        assert self.open.wait(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -106,7 +118,7 @@ async def test_cancelled_while_running(phase: str) -> None:
         stays, leaves = submit(async_engine, "one", greedy(40)), submit(async_engine, "two", greedy(900))
         await until(lambda: leaves.received_tokens >= 3)
         leaves.cancel()
-        assert tokens(await read(stays)) == continuation(b"one", 40)
+        assert tokens_of(await read(stays)) == continuation(b"one", 40)
         await until(lambda: not engine.has_work)
     assert engine.telemetry.counters.requests_cancelled == 1
     assert_all_free(engine)
@@ -197,7 +209,7 @@ async def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(p
         await async_engine.pause()
         assert not engine.runner.in_flight
         told = [stream.received_tokens for stream in streams]
-        assert sum(told) == len(tokens(watched)), "none is kept back"
+        assert sum(told) == len(tokens_of(watched)), "none is kept back"
         late, left = submit(async_engine, "late", greedy(3)), submit(async_engine, "left", greedy(3))
         left.cancel()
         assert (await read(left))[-1].finish_reason == "cancelled"
@@ -209,7 +221,7 @@ async def test_a_pause_delivers_what_is_in_flight_and_then_nothing_is_computed(p
         await async_engine.resume()
         for stream in (*streams, late):
             prompt, count = stream.request.prompt_token_ids, stream.request.params.max_new_tokens
-            assert tokens(await read(stream)) == continuation(prompt, count)
+            assert tokens_of(await read(stream)) == continuation(prompt, count)
         async_engine.stop_accepting()
         with pytest.raises(ShuttingDownError):
             await async_engine.pause()
@@ -265,7 +277,9 @@ async def test_every_promise_is_kept_under_load(phase: str) -> None:
                     continue
                 outputs = await read(stream)
                 assert outputs[-1].error is None
-                assert tokens(outputs) == continuation(prompt.encode(), stream.request.params.max_new_tokens)
+                assert tokens_of(outputs) == continuation(
+                    prompt.encode(), stream.request.params.max_new_tokens
+                )
                 finished += 1
 
     async with working(engine) as async_engine:

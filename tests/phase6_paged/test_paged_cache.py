@@ -22,12 +22,14 @@ from common.kv import Span
 from common.request import Request
 from phase6_paged.allocator import OutOfBlocksError
 from phase6_paged.cache import PagedKVCachePool
-from tests.support.engines import greedy
-from tests.support.pools import assert_consistent, make_pool, shuffle_free_blocks
+from tests.support.engines import Variant, greedy
+from tests.support.pools import assert_consistent, shuffle_free_blocks
 
 
 def pool_of(num_blocks: int, block_size: int = 4, **options: Any) -> PagedKVCachePool:
-    pool: PagedKVCachePool = make_pool("phase6_paged", num_blocks, block_size, **options)
+    pool: PagedKVCachePool = Variant("phase6_paged").pool(
+        num_blocks=num_blocks, block_size=block_size, **options
+    )
     return pool
 
 

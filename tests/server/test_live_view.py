@@ -24,7 +24,7 @@ from common.server.page import live_view
 from common.server.page.live_view import LiveView, Viewer
 from tests.phase11_tiered.support import engine_of as tiered_engine_of
 from tests.phase11_tiered.support import settle, stop
-from tests.support.engines import build, continuation, greedy, read, submit, tokens, until, working
+from tests.support.engines import build, continuation, greedy, read, submit, tokens_of, until, working
 from tests.support.servers import Event, ServerProcess, assert_error, read_events
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +80,7 @@ async def test_two_requests_are_seen_sharing_the_steps(monkeypatch: pytest.Monke
         ):  # the first request may end before the second comes
             frames += await frames_until_idle(events)
         for stream, prompt in zip(streams, ("one", "two"), strict=True):
-            assert tokens(await read(stream)) == continuation(prompt.encode(), 30)
+            assert tokens_of(await read(stream)) == continuation(prompt.encode(), 30)
         named = [each[1] for frame in frames for each in frame.get("requests", ())]
         assert named == [stream.request.request_id for stream in streams]
         assert frames[0]["key"]

@@ -14,7 +14,7 @@ from common.errors import StartupError
 from common.server.api.answer import arriving
 from common.server.api.stream import EventStream
 from common.server.errors import from_exception
-from tests.support.engines import build, continuation, greedy, tokens, working
+from tests.support.engines import build, continuation, greedy, tokens_of, working
 
 # ---------------------------------------------------------------------- errors
 
@@ -124,5 +124,5 @@ async def test_outputs_that_arrive_together_are_read_together() -> None:
         assert asyncio.all_tasks() == tasks, "reading needs no tasks of its own"
     for index, prompt in enumerate(("one", "two", "six")):
         outputs = [output for arrived in lists for number, output in arrived if number == index]
-        assert tokens(outputs) == continuation(prompt.encode(), 5)
+        assert tokens_of(outputs) == continuation(prompt.encode(), 5)
     assert len(lists) < 15, "fewer lists than outputs"

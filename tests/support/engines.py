@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +15,12 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.constrained.grammar import GrammarCompiler
 from common.engine.engine import Engine
 from common.engine.reference import generate
-from common.engine.scheduling import Scheduler
 from common.hosting.async_engine import AsyncEngine, RequestStream
 from common.hosting.local import LocalEngine
 from common.kv import KVPool, KVShape, KVView
@@ -60,13 +55,9 @@ class Clock:
 
 def byte_alphabet() -> list[str]:
     """Return the character with which byte-level tokenizers write each byte: its own, or one from U+0100 on."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(sorted(letters - set(map(chr, range(256)))))
+    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 
 
 def byte_tokenizer(merged: Sequence[bytes] = (), vocab_size: int = VOCAB) -> Tokenizer:
@@ -278,8 +269,10 @@ def run(engine: Engine, limit: int = 2000) -> list[StepOutput]:
     raise AssertionError("the engine makes no progress")
 
 
-def tokens_of(outputs: Sequence[StepOutput], request: Request) -> list[int]:
-    return [o.token_id for o in outputs if o.request_id == request.request_id and o.token_id is not None]
+def tokens_of(outputs: Sequence[StepOutput], request: Request | None = None) -> list[int]:
+    """Return the tokens of a request, or of all."""
+    own = [o for o in outputs if request is None or o.request_id == request.request_id]
+    return [o.token_id for o in own if o.token_id is not None]
 
 
 def text_of(outputs: Sequence[StepOutput], request: Request) -> str:
@@ -314,20 +307,6 @@ def llm_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LLM:
     phase = engine.phase.slug
     monkeypatch.setattr(find_phase(phase), "build_engine", lambda config: engine)
     return LLM("a ready model", phase=phase)
-
-
-class Operators(TorchDispatchMode):
-    """Records the operators that torch dispatches, each with its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.calls.append((func._schema.name, args))
-        return func(*args, **(kwargs or {}))
 
 
 def assert_answered(outputs: Sequence[StepOutput], requests: Sequence[Request], model: Any = None) -> None:
@@ -397,13 +376,6 @@ def ids(requests: Sequence[Request]) -> list[str]:
     return [request.request_id for request in requests]
 
 
-def make_room(scheduler: Scheduler, pool: KVPool) -> None:
-    """Preempt requests as an engine does before it admits (`Scheduler.make_room`), and release their memory."""
-    while preempted := scheduler.make_room(pool):
-        for each in preempted:
-            pool.release(each)
-
-
 class Bench:
     """A scheduler and its pool without a model: every pass succeeds, and every token is a 1."""
 
@@ -439,7 +411,10 @@ class Bench:
         return holder
 
     def make_room(self) -> None:
-        make_room(self.scheduler, self.pool)
+        """Preempt requests as an engine does before it admits, and release their memory."""
+        while preempted := self.scheduler.make_room(self.pool):
+            for each in preempted:
+                self.pool.release(each)
 
     def begin(self) -> list[str]:
         """Do what an engine does before it executes a plan. Returns the ids of the active requests."""
@@ -487,27 +462,9 @@ class Bench:
         return fields, self.waiting, self.active, str(vars(self.pool))
 
 
-def the_refusal(error: ValidationError) -> ErrorDetails:
-    """Return the only error of a refusal, without pydantic's note that a dependent default was not computed."""
-    (refusal,) = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
-    return refusal
-
-
 # ---------------------------------------------------------------------- engines in a thread
 
 TIMEOUT_S = 20.0
-
-
-class Gate:
-    """A model hook that holds every pass until `open` is set; `reached` is set once a pass is held."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.reached = threading.Event()
-
-    def __call__(self, _: object) -> None:
-        self.reached.set()
-        assert self.open.wait(TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
@@ -535,7 +492,3 @@ async def read(stream: RequestStream) -> list[StepOutput]:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.002)
-
-
-def tokens(outputs: Sequence[StepOutput]) -> list[int]:
-    return [output.token_id for output in outputs if output.token_id is not None]

@@ -20,12 +20,12 @@ from common.models.registry import ZOO, load_model, open_checkpoint
 from common.request import Request, SamplingParams
 from phase6_paged import Config
 from phase6_paged.cache import PagedKVCachePool
+from tests.support.pools import CPU as CPU
 from tests.support.pools import shuffle_free_blocks
 
 if TYPE_CHECKING:  # importing it takes five seconds, and most tests do without
     from transformers import PreTrainedModel
 
-CPU = torch.device("cpu")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 ZOO_NAMES = ("llama-tiny", "qwen3-tiny", "gemma3-tiny")
 

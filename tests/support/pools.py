@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import torch
 
 from common.engine.engine import Engine
 from common.kv import KVPool, KVShape
-from common.startup.phases import find_phase
 from phase6_paged.cache import PagedKVCachePool
 from phase8_prefix.cache import CACHE, PrefixCachingPool
 
 CPU = torch.device("cpu")
 SMALLEST = KVShape(1, 1, 1, torch.float32)
-
-
-def make_pool(phase: str, num_blocks: int, block_size: int = 4, **options: Any) -> Any:
-    """Return the block pool of a phase."""
-    package = find_phase(phase)
-    options = {"num_blocks": num_blocks, "block_size": block_size, "max_seq_len": 64} | options
-    return package.build_engine.pool(package.Config(**options), SMALLEST, CPU)
 
 
 def paged(engine: Engine) -> PagedKVCachePool:
