@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ from tests.support.servers import (
     ServerProcess,
     answer_of,
     assert_error,
-    in_background,
     read_events,
     texts,
 )
@@ -348,29 +346,6 @@ def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None
     latest = everything["steps"][-1]["step"]
     some = server.client.get("/telemetry", params={"since_step": latest}).json()["steps"]
     assert some[0]["step"] == latest  # another step may have followed, which only released memory
-
-
-def test_telemetry_is_read_page_by_page_while_steps_go_on(server: ServerProcess) -> None:
-    def read(since_step: int) -> dict[str, Any]:
-        page: dict[str, Any] = server.client.get("/telemetry", params={"since_step": since_step}).json()
-        return page
-
-    before = server.client.get("/telemetry").json()["next_step"]
-    unguessable = {"temperature": 2.0, "seed": 1}  # so that a step has one token in phase 10, too
-    (stream,) = in_background(1, lambda _: server.events(max_tokens=300, ignore_eos=True, **unguessable))
-    told: list[int] = []
-    while not stream.done() or read(before + len(told))["steps"]:
-        page = read(before + len(told))
-        told += [record["step"] for record in page["steps"]]
-        assert page["next_step"] == before + len(told) <= page["counters"]["steps"]
-        time.sleep(0.01)
-    assert len(stream.result()) == 301
-    assert told == list(range(before, before + len(told)))
-    assert len(told) > 256
-    page = read(before)
-    assert [record["step"] for record in page["steps"]] == told[:256]
-    assert page["next_step"] == told[256]
-    assert read(2**40)["steps"] == []
 
 
 def test_connections_are_kept_alive(server: ServerProcess) -> None:

@@ -287,18 +287,6 @@ def test_libgomp_keeps_one_pool_of_workers(served: str, flag: str | None) -> Non
     assert two - one == 1
 
 
-@pytest.mark.slow
-def test_a_step_that_hangs_does_not_keep_the_server() -> None:
-    """The clients get an error and the process ends, although the pass never ends."""
-    options = ("--shutdown-timeout", "0.2", "--max-batch-size", "4")
-    with ServerProcess("phase7_chunked", *options, module="tests.support.gated_server") as server:
-        batch = hold_a_full_batch(server)
-        server.signal()
-        assert_error(batch.result(HANG_S), 503, None, "shutting_down")
-        assert server.wait() == 0
-        assert "Traceback" not in server.log_text
-
-
 def test_a_thread_that_hangs_does_not_keep_the_server() -> None:
     """A thread that works for a request cannot be interrupted. The process ends without waiting for it."""
     options = ("--shutdown-timeout", "0.2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,15 +122,3 @@ def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
     ends = [track[-1]["args"] for track in requests_of(events).values()]
     assert [end["reason"] for end in ends] == ["length", "length", "cancelled"]
     assert [end["new tokens"] for end in ends[:2]] == [3, 5]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a device that is always full")
-def test_a_full_disk_ends_the_trace_and_not_the_server() -> None:
-    with ServerProcess(SERVED, "--trace", "/dev/full") as server:
-        for _ in range(3):
-            server.complete(max_tokens=3)
-        assert "a trace ends early: No space left on device" in "".join(server.log)
-        assert "Traceback" not in "".join(server.log)
-        server.signal()
-        assert server.wait() == 0
