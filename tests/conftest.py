@@ -115,7 +115,7 @@ def quick_interpreter() -> Iterator[None]:
     """Make Triton's interpreter quicker, where it computes."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
-            from tests.support.triton_interpreter import prepare_functions_once  # after the settings above
+            from tests.kernels.interpreter import prepare_functions_once  # after the settings above
 
             prepare_functions_once(monkeypatch)
         yield

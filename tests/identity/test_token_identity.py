@@ -18,11 +18,11 @@ import torch
 from common.engine.engine import Engine
 from common.request import Request, SamplingParams
 from tests.identity.comparison import Arrival, Subject, check, check_on, greedy, prompt_of, subject_of
+from tests.identity.forms import FORMS
 from tests.identity.poison import Poison
 from tests.identity.table import IN_EVERY_VARIANT, MODELS, PLAIN, VARIANTS, table
 from tests.phase11_tiered.support import reading_pays, stop
 from tests.support.engines import Variant
-from tests.support.grammars import FORMS
 from tests.support.pools import assert_consistent, caching
 from tests.support.streams import let_guess
 

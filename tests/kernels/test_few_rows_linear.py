@@ -17,8 +17,8 @@ from kernels.few_rows_linear import (
     takes,
     whole_sums,
 )
+from tests.kernels.interpreter import patch_dot
 from tests.kernels.support import BF16, FP16, HALF_ULP, draw
-from tests.support.triton_interpreter import patch_dot
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
 

@@ -20,8 +20,8 @@ from kernels.paged_attention import (
     paged_attention_triton,
     queries_per_tile,
 )
+from tests.kernels.interpreter import patch_dot
 from tests.kernels.support import FAR, SCALE, Store, far_apart
-from tests.support.triton_interpreter import patch_dot
 
 EDGES = (1, 2, 15, 16, 17, 32, 33)  # lengths: one, within, at and past the edges of blocks of 16
 MIXED = (1, 33, (5, 9), (17, 17), (40, 52))  # decode, guesses, a prompt, a chunk: queries and columns
