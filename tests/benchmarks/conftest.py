@@ -76,7 +76,6 @@ def make_run(
     workload: str = "mixed",
     comparison: str = "20260101-000000",
     quick: bool = False,
-    steps: bool = True,
     lineup: Lineup | None = None,
 ) -> Run:
     """Return a complete run of four requests with evenly spaced tokens."""
@@ -113,7 +112,7 @@ def make_run(
         environment={"cpu": "a processor"},
         generator=Generator(cpu_s=0.1, wall_s=2.0),
         metrics=summarize(requests, slo_ttft_s=1.0, slo_itl_s=0.1),
-        server_metrics=summarize_server({}, after, records) if steps else None,
+        server_metrics=summarize_server({}, after, records),
         requests=requests,
-        engine_steps={name: [step[name] for step in records] for name in records[0]} if steps else None,
+        engine_steps={name: [step[name] for step in records] for name in records[0]},
     )

@@ -83,11 +83,11 @@ def engine_of(phase: str, **options: Any) -> Engine:
     return build(phase, **(SLOTS if phase in ("static", "continuous") else TIGHT) | options)
 
 
-def busy(engine: Engine, requests: int = 40, seed: int = 1) -> None:
+def busy(engine: Engine, seed: int = 1) -> None:
     """Run random traffic: prompts with shared prefixes, cancelled requests, and more requests than memory."""
     draw = random.Random(seed)
     shared = [draw.randrange(250) for _ in range(12)]
-    to_come = requests
+    to_come = 40
     live: list[str] = []
     for _ in range(2000):
         if to_come and draw.random() < 0.5:

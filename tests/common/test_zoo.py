@@ -36,18 +36,18 @@ def words(written: str) -> list[str]:
 
 
 @cache
-def vocabulary(documents: int = 1000) -> set[str]:
+def vocabulary() -> set[str]:
     """Return nearly every word of the training text: those of many documents, and of as many conversations."""
     rng = random.Random("vocabulary")
-    texts = [text.plain_document(rng) for _ in range(documents)]
-    texts += [message["content"] for _ in range(documents) for message in text.conversation(rng)]
+    texts = [text.plain_document(rng) for _ in range(1000)]
+    texts += [message["content"] for _ in range(1000) for message in text.conversation(rng)]
     return {word for each in texts for word in words(each)}
 
 
-def continue_greedily(name: str, ids: torch.Tensor, limit: int = 300) -> list[int]:
+def continue_greedily(name: str, ids: torch.Tensor) -> list[int]:
     model, _ = load(name)
     with torch.no_grad():
-        written: list[int] = model.generate(ids, max_new_tokens=limit, do_sample=False)[0].tolist()
+        written: list[int] = model.generate(ids, max_new_tokens=300, do_sample=False)[0].tolist()
     return written[ids.shape[1] :]
 
 

@@ -195,8 +195,8 @@ async def repeat(attempt: Attempt, target: Target, seed: str, outcomes: Counter[
         await asyncio.sleep(PAUSE_S)
 
 
-async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[str, dict[str, int]]:
-    """Attack until SIGTERM comes, or for `seconds` seconds.
+async def attack(target: Target, names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Attack until SIGTERM comes, or for `LONGEST_S` seconds.
 
     Returns:
         The counts of each attack's outcomes: a status, `closed` by the server, or `left` by the client.
@@ -210,7 +210,7 @@ async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[s
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     stopped = asyncio.create_task(stop.wait())
-    ended, _ = await asyncio.wait([stopped, *tasks], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    ended, _ = await asyncio.wait([stopped, *tasks], timeout=LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
     for task in (stopped, *tasks):
         task.cancel()
     for task in ended - {stopped}:
@@ -224,12 +224,12 @@ async def attack(target: Target, names: Sequence[str], seconds: float) -> dict[s
 class Attackers:
     """Runs attacks in a process of their own, so that they do not slow the ordinary clients' event loop."""
 
-    def __init__(self, target: Target, names: Sequence[str], seconds: float = LONGEST_S) -> None:
+    def __init__(self, target: Target, names: Sequence[str]) -> None:
         command = [sys.executable, "-m", "tests.faults.attackers"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([asdict(target), list(names), seconds]))
+        self._process.stdin.write(json.dumps([asdict(target), list(names)]))
         self._process.stdin.close()
         assert self._process.stdout.readline() == "attacking\n"
 
@@ -244,9 +244,9 @@ class Attackers:
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the event loop handles it
-    target, names, seconds = json.load(sys.stdin)
+    target, names = json.load(sys.stdin)
     print("attacking", flush=True)
-    print(json.dumps(asyncio.run(attack(Target(**target), names, seconds))))
+    print(json.dumps(asyncio.run(attack(Target(**target), names))))
 
 
 if __name__ == "__main__":

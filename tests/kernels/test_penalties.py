@@ -19,12 +19,12 @@ def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def penalties_of(vocab: int, seats: int = SEATS) -> SeatPenalties:
+def penalties_of(vocab: int) -> SeatPenalties:
     """Return random counts. Seat 1 has no penalties, and seat 2 has some that float32 cannot hold."""
-    factors = 2 * torch.rand(seats, 3, generator=draw(1), dtype=torch.float64) + 0.1
+    factors = 2 * torch.rand(SEATS, 3, generator=draw(1), dtype=torch.float64) + 0.1
     factors[1:3] = torch.tensor([[1.0, 0.0, 0.0], [1e300, -1e300, 1e39]], dtype=torch.float64)
-    counts = torch.randint(-5, 4, (seats, vocab), generator=draw(2)).clamp(min=0)
-    counts += IN_PROMPT * (torch.rand(seats, vocab, generator=draw(3)) < 0.2)
+    counts = torch.randint(-5, 4, (SEATS, vocab), generator=draw(2)).clamp(min=0)
+    counts += IN_PROMPT * (torch.rand(SEATS, vocab, generator=draw(3)) < 0.2)
     return SeatPenalties(factors, counts.int())
 
 

@@ -104,12 +104,12 @@ def test_a_disk_that_is_full_later(
     stop(engine)
 
 
-def damage(file: Path, at: int, how: Any = lambda byte: byte ^ 1) -> None:
+def damage(file: Path, at: int) -> None:
     with file.open("r+b") as raw:
         raw.seek(at)
         byte = raw.read(1)[0]
         raw.seek(at)
-        raw.write(bytes([how(byte)]))
+        raw.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("where", ["data", "header", "header of a running server", "truncated"])

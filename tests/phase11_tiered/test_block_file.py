@@ -27,8 +27,8 @@ def data_of(number: int) -> bytes:
     return random.Random(number).randbytes(BLOCK)
 
 
-def open_file(folder: Path, places: int = PLACES, block_bytes: int = BLOCK) -> BlockFile:
-    return BlockFile(folder, "blocks", block_bytes, places * (HEADER_BYTES + block_bytes))
+def open_file(folder: Path, places: int = PLACES) -> BlockFile:
+    return BlockFile(folder, "blocks", BLOCK, places * (HEADER_BYTES + BLOCK))
 
 
 def listed(file: BlockFile) -> dict[int, bytes]:

@@ -30,8 +30,8 @@ from tests.support.pools import assert_consistent
 TEXT = [(7 * i + 3) % 240 for i in range(41)]  # ten blocks and a token
 
 
-def other(number: int, length: int = 41) -> list[int]:
-    return [number, *[number + 1] * (length - 1)]
+def other(number: int) -> list[int]:
+    return [number, *[number + 1] * 40]
 
 
 def assert_right(engine: Any, request: Request) -> None:

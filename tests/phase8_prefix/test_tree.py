@@ -9,17 +9,19 @@ import pytest
 
 from phase8_prefix.tree import Node, PrefixTree
 
+BLOCK = 2  # tokens
+
 
 def blocks(path: list[Node]) -> list[int]:
     return [node.block for node in path]
 
 
-def tree_of(*texts: list[int], block_size: int = 2) -> PrefixTree:
+def tree_of(*texts: list[int]) -> PrefixTree:
     """Return a tree with these texts, which no request uses. Blocks are numbered in the order of insertion."""
-    tree = PrefixTree(block_size)
+    tree = PrefixTree(BLOCK)
     named = 0
     for text in texts:
-        count = len(text) // block_size
+        count = len(text) // BLOCK
         tree.release(tree.insert(text, range(named, named + count)))
         named += count
     return tree

@@ -34,9 +34,9 @@ class Connection:
     As in the HTTP server, a client counts as disconnected once its response is complete.
     """
 
-    def __init__(self, *, stalled: bool = False) -> None:
+    def __init__(self) -> None:
         self.sent: list[bytes] = []
-        self.stalled = stalled
+        self.stalled = False
         self.left = asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:

@@ -271,16 +271,16 @@ class Clients:
 # ---------------------------------------------------------------------- the program
 
 
-def soak(phase: str, requests: int, clients: int, seed: int = 0) -> tuple[Tally, State, State, float]:
+def soak(phase: str, requests: int, clients: int) -> tuple[Tally, State, State, float]:
     """Run the soak on a phase. Returns the outcomes, the server's state before and after, and the seconds."""
     with RunningServer(Target(phase, 0, find_phase_module(phase), dict(OPTIONS))) as server:
         pid = server.pid
         with httpx.Client(base_url=server.url, timeout=60.0) as client:
             # A first run makes everything that a server makes only once, which is no leak.
-            asyncio.run(Clients(server.url, clients, seed + 1).run(max(100, requests // 10)))
+            asyncio.run(Clients(server.url, clients, seed=1).run(max(100, requests // 10)))
             before = state_of(client, pid)
             began = time.monotonic()
-            work = Clients(server.url, clients, seed)
+            work = Clients(server.url, clients, seed=0)
             with asking_for_health(server.url) as health:
                 tally = asyncio.run(work.run(requests))
             tally.health_s = [answer.elapsed.total_seconds() for answer in health]

@@ -60,7 +60,7 @@ def byte_alphabet() -> list[str]:
     return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
 
 
-def byte_tokenizer(merged: Sequence[bytes] = (), vocab_size: int = VOCAB) -> Tokenizer:
+def byte_tokenizer(merged: Sequence[bytes] = ()) -> Tokenizer:
     """Return a tokenizer whose ids are bytes, then `<eos>` (256), then the texts in `merged` (only decoded)."""
     letters = byte_alphabet()
     vocab = {letter: byte for byte, letter in enumerate(letters)}
@@ -71,7 +71,7 @@ def byte_tokenizer(merged: Sequence[bytes] = (), vocab_size: int = VOCAB) -> Tok
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken("<eos>", normalized=False, special=True)])
-    return Tokenizer(backend, vocab_size=vocab_size)
+    return Tokenizer(backend, vocab_size=VOCAB)
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -131,13 +131,11 @@ def chained(token_ids: Sequence[int]) -> int:
     return (sum((i + 1) * (t + 1) for i, t in enumerate(token_ids)) * 31 + 7) % 251
 
 
-def continuation(
-    prompt: Sequence[int], count: int, rule: Callable[[Sequence[int]], int] = chained
-) -> list[int]:
-    """Return the `count` tokens with which the rule continues a prompt."""
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """Return the `count` tokens with which `chained` continues a prompt."""
     token_ids = list(prompt)
     for _ in range(count):
-        token_ids.append(rule(token_ids))
+        token_ids.append(chained(token_ids))
     return token_ids[len(prompt) :]
 
 
@@ -287,18 +285,9 @@ def end_of(outputs: Sequence[StepOutput], request: Request) -> StepOutput:
     return own[-1]
 
 
-def solo(
-    model: CausalLM,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    seed: int | None = None,
-    *,
-    ends: Sequence[int] = (EOS,),
-) -> list[int]:
+def solo(model: CausalLM, prompt: Sequence[int], params: SamplingParams) -> list[int]:
     """Return the tokens that `generate()` gives for a prompt."""
-    request = Request("solo", list(prompt), params, frozenset(ends))
-    if seed is not None:
-        request.sampling.seed(seed)
+    request = Request("solo", list(prompt), params, frozenset([EOS]))
     return [o.token_id for o in generate(model, request) if o.token_id is not None]
 
 

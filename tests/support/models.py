@@ -154,9 +154,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------------- passes
 
 
-def scattered(
-    model: CausalLM, capacities: Sequence[int], block_size: int = 3, seed: int = 0
-) -> PagedKVCachePool:
+def scattered(model: CausalLM, capacities: Sequence[int], block_size: int = 3) -> PagedKVCachePool:
     """Return slots 0, 1, … of given capacities, whose blocks lie anywhere in the store."""
     config = Config(
         max_seq_len=max(capacities),
@@ -165,15 +163,13 @@ def scattered(
         num_blocks=sum(-(-capacity // block_size) for capacity in capacities),
     )
     pool = PagedKVCachePool(config, model.config.kv_shape(model.dtype), model.device)
-    shuffle_free_blocks(pool, seed)
+    shuffle_free_blocks(pool, seed=0)
     for capacity in capacities:
         pool.grow(pool.allocate_slot(), capacity)
     return pool
 
 
-def run_pass(
-    model: CausalLM, pool: KVPool, pieces: Sequence[tuple[int, Sequence[int]]], *, advance: bool = True
-) -> list[Tensor]:
+def run_pass(model: CausalLM, pool: KVPool, pieces: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
     """Compute one pass over pieces of (slot, next tokens). Returns each piece's logits, [tokens, vocab]."""
     spans = []
     for slot, ids in pieces:
@@ -182,8 +178,7 @@ def run_pass(
     view = pool.view(spans)
     flat = [token_id for _, ids in pieces for token_id in ids]
     logits = model(TokenBatch(torch.tensor(flat), view.positions, torch.arange(len(flat))), view)
-    if advance:
-        view.advance()
+    view.advance()
     return list(logits.split([len(ids) for _, ids in pieces]))
 
 
