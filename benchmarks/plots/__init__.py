@@ -7,6 +7,7 @@ results are gone.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from xml.etree import ElementTree
 
 from benchmarks.plots.figures import KINDS, FigureKind
 from benchmarks.plots.groups import Group, load_groups
-from benchmarks.plots.style import THEMES, themed
+from benchmarks.plots.style import in_the_dark, styled
 
 CAPTIONS = "captions.json"
 
@@ -47,12 +48,14 @@ def draw_all(results: Path, out: Path) -> list[Path]:
 
 
 def _draw(group: Group, kind: FigureKind, stem: Path) -> dict[str, Path]:
-    files = {}
-    for theme in THEMES:
-        files[theme.name] = path = stem.with_name(f"{stem.name}-{theme.name}.svg")
-        with themed(theme):
-            # Without date and version, the file changes only if the figure changes.
-            kind.draw(group, theme).savefig(path, metadata={"Date": None, "Creator": None})
+    svg = io.StringIO()
+    with styled():
+        # Without date and version, the file changes only if the figure changes.
+        kind.draw(group).savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    themes = {"light": svg.getvalue(), "dark": in_the_dark(svg.getvalue())}
+    files = {theme: stem.with_name(f"{stem.name}-{theme}.svg") for theme in themes}
+    for theme, path in files.items():
+        path.write_text(themes[theme], encoding="utf-8")
     return files
 
 

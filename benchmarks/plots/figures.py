@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.plots.groups import Group, Server, thin, watched_client
-from benchmarks.plots.style import BLUE, GREY, SKY, VERMILION, Theme
+from benchmarks.plots.style import BLUE, FAINT, GREY, INK, PAPER, SKY, VERMILION
 from benchmarks.report import LINES, Line, format_seconds
 
 WIDTH = 8.0  # inches
@@ -23,7 +23,7 @@ class FigureKind:
 
     name: str
     has_data: Callable[[Group], bool]
-    draw: Callable[[Group, Theme], Figure]
+    draw: Callable[[Group], Figure]
     caption: Callable[[Group], str]
 
 
@@ -54,17 +54,17 @@ def _panels(group: Group, servers: Sequence[Server], height: float, unit: str) -
 # ---------------------------------------------------------------------------------------------- side by side
 
 
-def _draw_bars(group: Group, theme: Theme) -> Figure:
+def _draw_bars(group: Group) -> Figure:
     figure = _figure(group, 3.4)
     throughput, ttft, itl = figure.subplots(1, 3, width_ratios=[1, 2, 2])
-    _bars(throughput, group.servers, [BY_TITLE["output tokens / s"]], [""], 1.0, theme)
+    _bars(throughput, group.servers, [BY_TITLE["output tokens / s"]], [""], 1.0)
     throughput.set_title("output tokens/s")
     names = ["p50", "p95", "p99"]
     for axes, kind in ((ttft, "TTFT"), (itl, "ITL")):
-        _bars(axes, group.servers, [BY_TITLE[f"{kind} {name}"] for name in names], names, 1000.0, theme)
+        _bars(axes, group.servers, [BY_TITLE[f"{kind} {name}"] for name in names], names, 1000.0)
         axes.set_title(f"{kind}, ms")
     handles = [
-        Patch(facecolor=server.colour, hatch=server.hatch, edgecolor=theme.paper, label=server.label)
+        Patch(facecolor=server.colour, hatch=server.hatch, edgecolor=PAPER, label=server.label)
         for server in group.servers
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -77,7 +77,6 @@ def _bars(
     lines: Sequence[Line],
     names: Sequence[str],
     scale: float,
-    theme: Theme,
 ) -> None:
     """Draw grouped bars of medians, each with a whisker from the smallest to the largest repeat."""
     width = 0.8 / len(servers)
@@ -89,9 +88,9 @@ def _bars(
             x = at + (place - (len(servers) - 1) / 2) * width
             low, high = server.spread(line)
             bar = axes.bar(
-                x, value * scale, width * 0.92, color=server.colour, hatch=server.hatch, edgecolor=theme.paper
+                x, value * scale, width * 0.92, color=server.colour, hatch=server.hatch, edgecolor=PAPER
             )
-            axes.vlines(x, low * scale, high * scale, color=theme.ink, linewidth=1.0)
+            axes.vlines(x, low * scale, high * scale, color=INK, linewidth=1.0)
             label = f"{value * scale:.3g}" if value * scale < 1000 else f"{value * scale:,.0f}"
             axes.bar_label(bar, [label], fontsize=6, padding=2, rotation=90 if len(servers) > 3 else 0)
     axes.set_xticks(range(len(names)), names)
@@ -103,7 +102,7 @@ def _bars_caption(_group: Group) -> str:
     return "Medians over repeats; the thin lines reach from the best to the worst repeat."
 
 
-def _draw_cdf(group: Group, _theme: Theme) -> Figure:
+def _draw_cdf(group: Group) -> Figure:
     figure = _figure(group, 3.2)
     ttft, itl = figure.subplots(1, 2, sharey=True)
     for server in group.servers:
@@ -132,14 +131,14 @@ def _cdf_caption(_group: Group) -> str:
 # ---------------------------------------------------------------------------------------------- one client
 
 
-def _draw_stall(group: Group, theme: Theme) -> Figure:
+def _draw_stall(group: Group) -> Figure:
     figure, panels = _panels(group, group.servers, 1.3, "gap, ms")
     watched = watched_client(group)
     for axes, server in zip(panels, group.servers, strict=True):
         record = server.typical.requests[watched]
         times = [record.ttft_s + time - record.token_times_s[0] for time in record.token_times_s[1:]]
         gaps = [gap * 1000 for gap in record.gaps_s]
-        axes.axvspan(0, record.ttft_s, color=theme.faint, linewidth=0)
+        axes.axvspan(0, record.ttft_s, color=FAINT, linewidth=0)
         waited = f"first token after {format_seconds(record.ttft_s)}"
         axes.set_title(waited, loc="right", fontsize=8, fontweight="normal")
         axes.vlines(times, 0, gaps, color=server.colour, linewidth=1.2)
@@ -150,7 +149,7 @@ def _draw_stall(group: Group, theme: Theme) -> Figure:
             xytext=(4, -2),
             textcoords="offset points",
             fontsize=7,
-            color=theme.ink,
+            color=INK,
         )
     panels[0].set_xlim(left=0)
     panels[-1].set_xlabel("seconds since this client's request")
@@ -197,7 +196,7 @@ def _over_time(
     return figure, panels
 
 
-def _draw_kv(group: Group, _theme: Theme) -> Figure:
+def _draw_kv(group: Group) -> Figure:
     layers = {SKY: lambda steps: steps["kv_reserved_tokens"], BLUE: lambda steps: steps["kv_used_tokens"]}
     figure, _ = _over_time(group, 1.4, "tokens", layers)
     handles = [Patch(facecolor=SKY, label="reserved, not used"), Patch(facecolor=BLUE, label="used")]
@@ -217,7 +216,7 @@ def _kv_caption(group: Group) -> str:
     )
 
 
-def _draw_waste(group: Group, _theme: Theme) -> Figure:
+def _draw_waste(group: Group) -> Figure:
     figure, panels = _over_time(group, 1.2, "% wasted", {VERMILION: _wasted_percent})
     panels[0].set_ylim(0, 100)
     return figure

@@ -5,9 +5,9 @@ M. Okabe, K. Ito: Color Universal Design, 2008.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -21,22 +21,11 @@ HATCHES = ("", "///", "...", "xxx", "ooo")
 DASHES = ("-", "--", ":", "-.")
 
 
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """A theme of figures, light or dark: the colours that depend on the background."""
+#: The colours that depend on the background. Figures are drawn in the light ones.
+INK, FAINT, PAPER = "#24292f", "#d5d9de", "#ffffff"
+_IN_THE_DARK = {INK: "#d7dbe0", FAINT: "#3c424a", PAPER: "#1e2129"}
 
-    name: str
-    ink: str
-    faint: str
-    paper: str
-
-
-THEMES = (
-    Theme("light", ink="#24292f", faint="#d5d9de", paper="#ffffff"),
-    Theme("dark", ink="#d7dbe0", faint="#3c424a", paper="#1e2129"),
-)
-
-_COMMON: dict[str, Any] = {
+_SETTINGS: dict[str, Any] = {
     "backend": "svg",
     "svg.hashsalt": "infer",  # ids inside a file depend on its content alone: the same data give the same bytes
     "svg.fonttype": "path",
@@ -54,20 +43,21 @@ _COMMON: dict[str, Any] = {
     "lines.linewidth": 1.6,
     "legend.frameon": False,
     "path.simplify": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), PAPER),
+    "grid.color": FAINT,
 }
 
 
-def _coloured(theme: Theme) -> dict[str, Any]:
-    inked = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    papered = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    return dict.fromkeys(inked, theme.ink) | dict.fromkeys(papered, theme.paper) | {"grid.color": theme.faint}
-
-
 @contextmanager
-def themed(theme: Theme) -> Iterator[None]:
-    """Context manager: draw in this theme, without the settings of the user's matplotlibrc."""
+def styled() -> Iterator[None]:
+    """Context manager: draw in these looks, without the settings of the user's matplotlibrc."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        settings: Any = _COMMON | _coloured(theme)
-        mpl.rcParams.update(settings)
+        mpl.rcParams.update(_SETTINGS)
         yield
+
+
+def in_the_dark(svg: str) -> str:
+    """Return a figure's SVG with the colours of a dark page. To draw it once more would take as long again."""
+    return re.sub("|".join(_IN_THE_DARK), lambda found: _IN_THE_DARK[found[0]], svg)
