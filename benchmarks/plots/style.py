@@ -25,7 +25,7 @@ DASHES = ("-", "--", ":", "-.")
 INK, FAINT, PAPER = "#24292f", "#d5d9de", "#ffffff"
 _IN_THE_DARK = {INK: "#d7dbe0", FAINT: "#3c424a", PAPER: "#1e2129"}
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {
     "backend": "svg",
     "svg.hashsalt": "infer",  # ids inside a file depend on its content alone: the same data give the same bytes
     "svg.fonttype": "path",
