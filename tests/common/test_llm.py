@@ -35,15 +35,6 @@ PHASES = ("static", "continuous")
 # ---------------------------------------------------------------------- generate
 
 
-def test_generate_is_the_models_argmax_token_by_token(llama: CausalLM) -> None:
-    """The reference loop has no cache: it computes the whole sequence again for every token."""
-    prompt = [5, 3, 250, 7]
-    token_ids = list(prompt)
-    for _ in range(12):
-        token_ids.append(int(solo_logits(llama, token_ids)[-1].argmax()))
-    assert solo(llama, prompt, greedy(12, ignore_eos=True)) == token_ids[4:]
-
-
 def test_generate_raises_where_the_model_gives_no_number() -> None:
     broken = tiny_model()
     broken.embed_tokens.weight.data[1] = torch.nan
@@ -109,12 +100,9 @@ def test_the_tokens_of_an_answer_and_their_logprobs_where_asked_for(llm: LLM) ->
         assert entry.top[0] == (token_id, entry.logprob)
 
 
-@pytest.mark.parametrize("phase", ["static", "continuous", "pipelined"])
-def test_the_logprobs_of_a_prompts_own_tokens(
-    phase: str, llama: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_logprobs_of_a_prompts_own_tokens(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """`LLM` and `generate()` report the log-probabilities of the prompt's tokens."""
-    llm = llm_of(build(phase, llama), monkeypatch)
+    llm = llm_of(build("continuous", llama), monkeypatch)
     params = [greedy(3, prompt_logprobs=2), greedy(3)]
     scored, silent = llm.generate([[5, 3, 250, 7], [5, 3]], params, progress=False)
     assert silent.prompt_logprobs is None
