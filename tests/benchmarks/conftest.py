@@ -62,6 +62,11 @@ def record(index: int, sent: float, tokens: Sequence[float], *, error: str | Non
     )
 
 
+def save(folder: Path, *runs: Run) -> None:
+    for run in runs:
+        run.save(folder)
+
+
 def saved_runs(folder: Path) -> list[Run]:
     """Return the runs that have files of their own in a folder."""
     return [run for path in sorted(folder.glob("*.json")) for run in load_runs(path)]

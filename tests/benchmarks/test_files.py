@@ -12,14 +12,9 @@ from benchmarks.files import PUBLISHED, latencies_of, load_comparisons, publish
 from benchmarks.metrics import summarize
 from benchmarks.plots import draw_all
 from benchmarks.results import RESULTS, Lineup, Metrics, Run
-from tests.benchmarks.conftest import make_run
+from tests.benchmarks.conftest import make_run, save
 
 GAPS = (0.012, 0.05, 0.02)  # the third run has the median throughput
-
-
-def save(folder: Path, *runs: Run) -> None:
-    for run in runs:
-        run.save(folder)
 
 
 @pytest.fixture

@@ -11,16 +11,11 @@ import benchmarks.plots
 from benchmarks.plots import CAPTIONS, KINDS, draw_all
 from benchmarks.plots.groups import load_groups, thin
 from benchmarks.results import Run
-from tests.benchmarks.conftest import make_run
+from tests.benchmarks.conftest import make_run, save
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def save(folder: Path, *runs: Run) -> None:
-    for run in runs:
-        run.save(folder)
 
 
 NAMES = ("bars", "cdf", "stall", "kv", "waste")

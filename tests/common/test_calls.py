@@ -28,8 +28,9 @@ from common.constrained.tool_calls import (
     written,
 )
 from common.errors import InvalidGrammarError
-from common.server.api.parts import ArgumentsPart, CallPart, ReasoningPart, TextPart, new_reader
+from common.server.api.parts import new_reader
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+from tests.server.test_parts import read as read_parts
 
 #: Mostly names of arguments, and some that are no identifiers in Python.
 NAMES = st.sampled_from(
@@ -200,18 +201,7 @@ def read(
     """Return an answer's text, its thoughts, and name and arguments of its calls."""
     reader = new_reader(which, names=names, thinking=thinking)
     assert reader is not None
-    said, thought, calls = "", "", list[tuple[str, str]]()
-    for part in reader.add(text) + reader.finish():
-        match part:
-            case TextPart(piece):
-                said += piece
-            case ReasoningPart(piece):
-                thought += piece
-            case CallPart(_, _, name):
-                calls.append((name, ""))
-            case ArgumentsPart(_, piece):
-                calls[-1] = (calls[-1][0], calls[-1][1] + piece)
-    return said, thought, calls
+    return read_parts(reader, text)
 
 
 # ---------------------------------------------------------------------- schemas

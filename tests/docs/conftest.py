@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.support import ROOT, Page, read_page
 from tests.support.browser import tab
+from tests.support.servers import ServerProcess
 
 __all__ = ["tab"]
 
@@ -27,6 +29,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     told = [line for line in done.stderr.splitlines() if not line.startswith("INFO")]
     assert done.returncode == 0, "\n".join(told)[-4000:]
     return out
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("phase9_pipelined") as process:
+        yield process
 
 
 @pytest.fixture(scope="session")

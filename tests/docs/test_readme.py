@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,12 +15,6 @@ HOME = "http://127.0.0.1:8009"
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("phase9_pipelined") as process:
-        yield process
 
 
 def test_the_examples_in_python_print_stories(

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.docs.transcripts import Transcript, transcripts
 from tests.support.servers import ServerProcess
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess("phase9_pipelined") as process:
-        yield process
 
 
 @pytest.mark.parametrize(

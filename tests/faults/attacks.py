@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -17,7 +17,7 @@ from tests.faults.raw_http import Target
 from tests.support.servers import ServerProcess, asking_for_health
 
 KEY = "a-key-of-the-suite"
-ACCESS = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
+ACCESS: dict[str, Any] = {"env": {"INFER_API_KEY": KEY}, "headers": {"Authorization": f"Bearer {KEY}"}}
 
 #: Statuses with which a server may refuse an attack.
 REFUSALS = {"400", "401", "408", "413", "422", "429", "503"}
@@ -80,13 +80,3 @@ def assert_ordinary_clients_are_served(
         most = held + SLACK_BYTES
     assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     assert server.process.poll() is None
-
-
-@contextlib.contextmanager
-def serving(phase: str, *options: str, **settings: Any) -> Iterator[ServerProcess]:
-    """Run one server, with a key. `settings`: those of `ServerProcess`."""
-    server = ServerProcess(phase, *options, **ACCESS, **settings)
-    try:
-        yield server
-    finally:
-        server.close()

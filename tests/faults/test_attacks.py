@@ -21,7 +21,7 @@ import pytest
 
 from tests.faults import returning_server
 from tests.faults.attackers import ATTACKS
-from tests.faults.attacks import assert_ordinary_clients_are_served, serving
+from tests.faults.attacks import ACCESS, assert_ordinary_clients_are_served
 from tests.faults.returning_server import PULSE_EVERY_S
 from tests.support.servers import ServerProcess
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[ServerProcess]:
-    with serving("phase9_pipelined", module=returning_server.__name__) as server:
+    with ServerProcess("phase9_pipelined", module=returning_server.__name__, **ACCESS) as server:
         yield server
         assert "Traceback" not in server.log_text
 

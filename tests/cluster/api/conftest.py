@@ -9,10 +9,7 @@ from tests.support.servers import PHASES
 
 OTHERWISE = {
     "test_health_version_and_telemetry": "steps are under `replicas` in /telemetry, each engine's own",
-    "test_telemetry_is_read_page_by_page_while_steps_go_on": "the same",
-    "test_a_wrong_key": "this cluster wants no key; `tests/cluster/test_cluster.py` has one that does",
     "test_a_wrong_method_names_the_allowed_ones": "Serve's proxy itself refuses methods that HTTP does not have",
-    "test_the_log_names_each_type_of_skipped_tools_once": "reads the log, which replicas write to Ray's files",
 }
 #: A table of values that a replica refuses. The front forwards all refusals alike: one is enough.
 TABLES = {"test_refusals.py::test_a_refusal_names_its_field"}
