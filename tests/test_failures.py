@@ -22,6 +22,7 @@ from common.sampling.draw import Sampled, sample
 from common.sampling.inputs import TokenMasks
 from common.startup.phases import find_phase, phase_names
 from tests.support.engines import (
+    ALLERGEN,
     VOCAB,
     RememberingModel,
     add,
@@ -31,9 +32,9 @@ from tests.support.engines import (
     continuation,
     end_of,
     greedy,
+    nan_model,
     run,
     solo,
-    tiny_model,
     tokens_of,
 )
 
@@ -299,17 +300,16 @@ def test_nan_logits_fail_one_request(phase: str) -> None:
 
 
 def test_nan_in_the_cache_stays_with_its_owner(phase: str) -> None:
-    """The embedding of token 299 is NaN, and so are its keys and values. Neither neighbours in the pass nor later
+    """The embedding of `ALLERGEN` is NaN, and so are its keys and values. Neither neighbours in the pass nor later
     users of the memory may read them."""
-    model = tiny_model()
-    model.embed_tokens.weight.data[299] = math.nan
+    model = nan_model()
     params = SamplingParams(max_new_tokens=8, seed=2)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
     expected = [solo(model, prompt, params) for prompt in prompts]
     engine = build(phase, model, max_batch_size=2)
-    poisoned = [add(engine, [299] * 20, params), add(engine, [1, 299, 3], params)]
+    poisoned = [add(engine, [ALLERGEN] * 20, params), add(engine, [1, ALLERGEN, 3], params)]
     requests = [add(engine, prompt, params) for prompt in prompts]
-    poisoned.insert(1, add(engine, [5, 5, 5, 299], params))
+    poisoned.insert(1, add(engine, [5, 5, 5, ALLERGEN], params))
     requests += [add(engine, prompt, params) for prompt in prompts]
     outputs = run(engine)
     assert all(isinstance(end_of(outputs, request).error, NaNLogitsError) for request in poisoned)

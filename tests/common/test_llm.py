@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 from common.engine.reference import generate
 from common.errors import InvalidRequestError, NaNLogitsError
@@ -18,14 +17,15 @@ from common.models.layers import CausalLM
 from common.request import Request
 from common.text.tokenizer import IncrementalDetokenizer
 from tests.support.engines import (
+    ALLERGEN,
     RememberingModel,
     build,
     byte_tokenizer,
     continuation,
     greedy,
     llm_of,
+    nan_model,
     solo,
-    tiny_model,
 )
 from tests.support.models import refusal_of, solo_logits
 
@@ -36,10 +36,8 @@ PHASES = ("static", "continuous")
 
 
 def test_generate_raises_where_the_model_gives_no_number() -> None:
-    broken = tiny_model()
-    broken.embed_tokens.weight.data[1] = torch.nan
     with pytest.raises(NaNLogitsError):
-        solo(broken, [1], greedy(4))
+        solo(nan_model(), [ALLERGEN], greedy(4))
 
 
 # ---------------------------------------------------------------------- LLM

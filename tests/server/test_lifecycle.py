@@ -8,6 +8,8 @@ import struct
 import time
 from collections.abc import Callable
 
+import httpx
+
 from tests.support.servers import (
     HANG_S,
     QUEUE,
@@ -16,7 +18,6 @@ from tests.support.servers import (
     eventually,
     hold_a_full_batch,
     in_background,
-    post,
     texts,
 )
 
@@ -41,7 +42,7 @@ def test_overload_is_refused_exactly_and_costs_no_memory(gated: ServerProcess) -
     memory: list[float] = []
     for _ in range(4):
         batch = hold_a_full_batch(gated)
-        crowd = in_background(QUEUE + 10, lambda _: post(gated))
+        crowd = in_background(QUEUE + 10, lambda _: gated.post())
         eventually(lambda crowd=crowd: sum(each.done() for each in crowd) >= 10)
         refused = [each.result() for each in crowd if each.done()]
         assert len(refused) == 10, "the queue's places were all taken, and no more than that"
@@ -57,11 +58,11 @@ def test_overload_is_refused_exactly_and_costs_no_memory(gated: ServerProcess) -
 
 def test_a_request_with_several_choices_is_taken_whole_or_not_at_all(gated: ServerProcess) -> None:
     batch = hold_a_full_batch(gated)
-    waiting = in_background(1, lambda _: post(gated, n=QUEUE - 1))
+    waiting = in_background(1, lambda _: gated.post(n=QUEUE - 1))
     eventually(lambda: gated.queue_room() == 1)
     added = gated.counters()["requests_added"]
     assert_error(gated.post(prompt=["a", "b"]), 503, None, "queue_full")
-    last = in_background(1, lambda _: post(gated))  # the refused request has not taken the last place
+    last = in_background(1, lambda _: gated.post())  # the refused request has not taken the last place
     eventually(lambda: gated.queue_room() == 0)
     assert gated.counters()["requests_added"] == added
     gated.order("open")
@@ -127,8 +128,9 @@ def test_a_signal_lets_what_runs_finish(mortal: ServerProcess) -> None:
     health = mortal.client.get("/health")  # alive, though not ready
     assert (health.status_code, health.json()["status"]) == (200, "draining")
     assert mortal.client.post("/tokenize", json={"prompt": "Once"}).status_code == 200
-    assert_error(mortal.post(), 503, None, "shutting_down")  # the server still accepts connections
-    assert_error(post(mortal), 503, None, "shutting_down")
+    assert_error(mortal.post(), 503, None, "shutting_down")
+    late = httpx.post(f"{mortal.url}/v1/completions", json=mortal.body(), timeout=HANG_S)  # a new connection
+    assert_error(late, 503, None, "shutting_down")
     assert not batch.done()
     mortal.order("open")
     assert batch.result(HANG_S).status_code == 200
@@ -153,7 +155,7 @@ def test_requests_beyond_the_shutdown_timeout_end_with_an_error(phase: str) -> N
     with ServerProcess(phase, *options, module="tests.support.gated_server") as server:
         with server.streaming(max_tokens=4000, ignore_eos=True) as events:
             next(events)
-            whole = in_background(2, lambda _: post(server, max_tokens=4000, ignore_eos=True))
+            whole = in_background(2, lambda _: server.post(max_tokens=4000, ignore_eos=True))
             eventually(lambda: server.counters()["requests_added"] == 3)
             server.signal()
             *_, (name, data) = events

@@ -16,7 +16,6 @@ from tests.support.servers import (
     eventually,
     hold_a_full_batch,
     in_background,
-    post,
 )
 
 WROTE = "Xylophone"  # a client's prompt, which no log may contain
@@ -108,7 +107,7 @@ def test_a_client_that_leaves_is_logged(gated: ServerProcess) -> None:
 
 def test_a_refusal_says_why_and_is_a_warning_if_the_server_is_the_reason(gated: ServerProcess) -> None:
     batch = hold_a_full_batch(gated)
-    waiting = in_background(QUEUE, lambda _: post(gated))
+    waiting = in_background(QUEUE, lambda _: gated.post())
     eventually(lambda: gated.queue_room() == 0)
     answer = gated.post(prompt=WROTE)
     assert_error(answer, 503, None, "queue_full")

@@ -17,7 +17,6 @@ from tests.support.servers import (
     eventually,
     hold_a_full_batch,
     in_background,
-    post,
 )
 
 HISTOGRAMS = (
@@ -169,7 +168,7 @@ def test_running_and_waiting_requests_are_gauges(gated: ServerProcess) -> None:
     eventually(lambda: scrape(gated)["vllm:num_requests_running"] == 0)
     eventually(lambda: scrape(gated)["vllm:kv_cache_usage_perc"] == 0)
     batch = hold_a_full_batch(gated)
-    crowd = in_background(QUEUE, lambda _: post(gated))
+    crowd = in_background(QUEUE, lambda _: gated.post())
     eventually(lambda: scrape(gated)["vllm:num_requests_waiting"] == QUEUE)
     gated.order("open")
     for each in (batch, *crowd):

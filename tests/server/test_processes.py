@@ -37,7 +37,6 @@ from tests.support.servers import (
     eventually,
     hold_a_full_batch,
     in_background,
-    post,
 )
 
 SLOW_GRAMMAR = {"structured_outputs": {"json": {"type": "integer", "multipleOf": 30_011}}}
@@ -93,7 +92,7 @@ def test_answers_are_those_of_an_engine_without_a_server(gated: ServerProcess, p
     prompt = "Once upon a time"
     expected = llm.generate([prompt] * len(REQUESTS), [params for _, params in REQUESTS], progress=False)
     answers = in_background(
-        len(REQUESTS), lambda number: post(gated, prompt=prompt, **REQUESTS[number][0]).json()
+        len(REQUESTS), lambda number: gated.post(prompt=prompt, **REQUESTS[number][0]).json()
     )
     for answer, completion in zip(answers, expected, strict=True):
         (choice,) = answer.result(HANG_S)["choices"]
@@ -134,8 +133,8 @@ async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
 def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(phase: str) -> None:
     """It begins no step, so the time counts from the request, the grammar or the call that it does not take."""
     asks: list[Callable[[ServerProcess], httpx.Response]] = [
-        post,
-        lambda server: post(server, max_tokens=4, **SLOW_GRAMMAR),
+        ServerProcess.post,
+        lambda server: server.post(max_tokens=4, **SLOW_GRAMMAR),
         lambda server: server.client.post("/reset_prefix_cache", json={}),
     ]
     with ServerProcess(phase, "--step-timeout", "1") as server:
@@ -170,10 +169,10 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal: ServerProcess)
     engine = engine_of(server.process.pid)
     with server.streaming(max_tokens=4000, ignore_eos=True) as events:
         received = [next(events) for _ in range(5)]
-        hold = in_background(BATCH + 2, lambda _: post(server, max_tokens=4000, ignore_eos=True))
+        hold = in_background(BATCH + 2, lambda _: server.post(max_tokens=4000, ignore_eos=True))
         eventually(lambda: server.counters()["requests_added"] == BATCH + 3)
         with suspended(engine):
-            grammars = in_background(MOST_COMPILING + 1, lambda _: post(server, **SLOW_GRAMMAR))
+            grammars = in_background(MOST_COMPILING + 1, lambda _: server.post(**SLOW_GRAMMAR))
             eventually(lambda: sum(each.done() for each in grammars) == 1)  # refused: the others wait
             engine.kill()
         received += events

@@ -118,8 +118,7 @@ def tiny_model(seed: int = 0, **changes: Any) -> CausalLM:
 def nan_model() -> CausalLM:
     """A small Llama whose keys and values are NaN at every `ALLERGEN`."""
     model = tiny_model()
-    embedding = next(parameter for name, parameter in model.named_parameters() if "embed" in name)
-    embedding.data[ALLERGEN] = math.nan
+    model.embed_tokens.weight.data[ALLERGEN] = math.nan
     return model
 
 

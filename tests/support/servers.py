@@ -394,12 +394,6 @@ def in_background(count: int, ask: Callable[[int], Any]) -> list[Future[Any]]:
     return [pool.submit(wait_and_ask, number) for number in range(count)]
 
 
-def post(server: Served, **fields: Any) -> httpx.Response:
-    """Like `server.post`, on a new connection."""
-    body = server.body(**({"stream": False} | fields))
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
-
-
 @contextmanager
 def asking_for_health(url: str) -> Iterator[list[httpx.Response]]:
     """Ask a server for `/health` every 20 ms, in a thread of its own. Yields the answers so far."""
@@ -437,7 +431,7 @@ def hold_a_full_batch(server: ServerProcess, **fields: Any) -> Future[httpx.Resp
     """Submit a full batch of sequences, and hold their first pass."""
     server.order("hold")
     server.forget_output()
-    (batch,) = in_background(1, lambda _: post(server, prompt=["Once"] * BATCH, **fields))
+    (batch,) = in_background(1, lambda _: server.post(prompt=["Once"] * BATCH, **fields))
     server.expect("held")
     return batch
 
