@@ -23,6 +23,7 @@ def words(instruction: str) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux")
+@pytest.mark.slow
 def test_the_server_starts_with_its_words_and_is_healthy() -> None:
     program, command, phase, *options = words("ENTRYPOINT") + words("CMD")
     assert (program, command) == ("infer", "serve")

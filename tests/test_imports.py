@@ -41,6 +41,7 @@ def test_a_program_finds_phases_by_name_or_over_http(imports: grimp.ImportGraph,
         assert imports.find_shortest_chain(package, phase, as_packages=True) is None
 
 
+@pytest.mark.slow
 def test_a_servers_own_process_needs_no_torch() -> None:
     """Torch takes a second to import, and 300 MB. Only the engine's process computes."""
     modules = ["common.server.run", *phase_names()]

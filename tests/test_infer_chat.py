@@ -329,6 +329,7 @@ def test_a_server_with_a_key() -> None:
 # ---------------------------------------------------------------------- a server of its own
 
 
+@pytest.mark.slow
 def test_a_server_lives_as_long_as_its_chat() -> None:
     options = ("--phase", "4", "--max-seq-len", "256", "--dtype", "float32", "--max-tokens", "2")
     with Terminal(*options, INFER_API_KEY="of another server") as terminal:
@@ -340,6 +341,7 @@ def test_a_server_lives_as_long_as_its_chat() -> None:
         assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why() -> None:
     code, answer, log = piped("hi", "--phase", "4", "--max-seq-len", "0")
     assert (code, answer) == (1, "")

@@ -89,6 +89,7 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     assert [group.name for group in load_groups(tmp_path)] == ["tiny-fake"]
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
     tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_comparison_that_is_stopped_is_known_to_be_cut_short(
     assert [group.name for group in load_groups(tmp_path)] == ["tiny-fake"]
 
 
+@pytest.mark.slow
 def test_a_run_beside_busy_programs_says_so(
     tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None
     assert (found["workload"]["rate"], found["workload"]["seed"]) == (50.0, 0)
 
 
+@pytest.mark.slow
 def test_auto_calibrates_once_on_the_first_server(tmp_path: Path, writer: PromptWriter) -> None:
     """A batch of two requests with 10 tokens × 10 ms takes about 0.1 s: some 20 requests a second."""
     slow = fake_target("phase 4", 4, first=0.01, gap=0.01, limit=2)

@@ -49,6 +49,7 @@ def tiny_presets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("preset", [*LIKE, "tiny-untied"])
+@pytest.mark.slow
 def test_transformers_and_our_loader_find_the_dummy_again(preset: str, tmp_path: Path) -> None:
     export(f"dummy:{preset}", tmp_path / "out", "float32")
     dummy, again = load(f"dummy:{preset}"), load(tmp_path / "out")

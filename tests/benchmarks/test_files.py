@@ -39,6 +39,7 @@ def test_only_the_typical_run_keeps_its_timeline(tmp_path: Path, runs: list[Run]
     assert found.latencies == {"phase 4": latencies_of(runs[:3]), "phase 5": latencies_of(runs[3:])}
 
 
+@pytest.mark.slow
 def test_figures_of_published_runs_are_those_of_the_runs(
     tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

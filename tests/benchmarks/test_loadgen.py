@@ -54,6 +54,7 @@ def compare_clocks(script: Script) -> Comparison:
 
 
 @pytest.mark.parametrize("style", ["named", "plain"])
+@pytest.mark.slow
 def test_times_are_those_of_the_server(style: str) -> None:
     """The client's times are within 2 ms of those at which the server wrote the tokens.
 
@@ -175,6 +176,7 @@ def test_a_server_without_telemetry_is_fine() -> None:
     assert result.requests[0].error is None
 
 
+@pytest.mark.slow
 def test_the_generator_reports_its_own_processor_time() -> None:
     with FakeServer(Script(gap_s=0.001)) as server:
         result = run_load(plan(server.url, [planned(i, tokens=100) for i in range(4)]))

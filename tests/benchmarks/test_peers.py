@@ -149,6 +149,7 @@ def measure(target: Target) -> list[RequestRecord]:
     return records
 
 
+@pytest.mark.slow
 def test_our_own_loop_as_a_peer() -> None:
     target = peer_target("generate", Setup(model="zoo:llama-tiny"))
     records = measure(target)

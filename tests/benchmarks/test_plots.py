@@ -40,6 +40,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder / "out")
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn_light_and_dark(drawn: dict[str, bytes]) -> None:
     names = {f"mixed-llama-tiny-{kind}-{theme}.svg" for kind in NAMES for theme in ("light", "dark")}
     assert set(drawn) == names | {CAPTIONS}

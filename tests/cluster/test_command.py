@@ -101,6 +101,7 @@ def test_the_command_infer_has_a_word_for_it(capsys: pytest.CaptureFixture[str])
     assert "--replicas" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_ray_one_line_says_how_to_get_it() -> None:
     """Ray is hidden, so the test also works if it is installed."""
     hide = "import sys; sys.modules['ray'] = None; from cluster.__main__ import main; main(['--phase', '7'])"

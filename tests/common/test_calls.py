@@ -209,6 +209,7 @@ def read(
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:
     syntax = drawn.draw(st.sampled_from(SYNTAXES))
     special, thinks = drawn.draw(st.booleans()), drawn.draw(st.booleans())

@@ -203,6 +203,7 @@ def test_an_assistants_last_message_is_continued_unless_told_otherwise() -> None
     assert hidden.render([QUESTION, ANSWER]) == QUESTION["content"] + ">"
 
 
+@pytest.mark.slow
 def test_a_template_that_takes_too_long_is_ended() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(StartupError, match="takes over 1 s for these messages, although"):

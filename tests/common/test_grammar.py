@@ -41,6 +41,7 @@ TOKENS = [token_id for token_id in range(EOS + 1 + len(PIECES)) if token_id != E
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
+@pytest.mark.slow
 def test_masks_of_choices_against_prefixes_of_their_bytes(texts: list[str], data: st.DataObject) -> None:
     """A token is allowed if the text with it is the beginning of a choice. EOS is allowed after a whole choice."""
     matcher = COMPILER.new_matcher(Grammar.choice(texts))
@@ -224,7 +225,13 @@ REFUSED: dict[str, tuple[Grammar, *tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+#: Those of `REFUSED` that are compiled until the limit of time.
+LONG = ("time", "ambiguous", "what grows", "rules that grow")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in REFUSED]
+)
 def test_refusals_say_why_and_the_next_is_compiled(name: str) -> None:
     grammar, *reasons = REFUSED[name]
     with pytest.raises(InvalidGrammarError) as refused:

@@ -264,6 +264,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_loading_needs_the_models_memory_and_little_more(
     large: Path, dtype: torch.dtype, quantize: Quantization | None, megabytes: int
 ) -> None:

@@ -62,6 +62,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_registered_phase_is_listed_last_and_answers(said: list[str]) -> None:
     *phases, _ = said
     assert [line.split()[0] for line in phases] == ["4", "5", "6", "7", "8", "9", "10", "11", "12"]

@@ -169,6 +169,7 @@ def test_every_row_of_any_batch_against_the_oracle(
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
 @settings(max_examples=3, deadline=None)  # the interpreter is slow
 @any_batch
+@pytest.mark.slow
 def test_a_gpus_kernel_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
 ) -> None:

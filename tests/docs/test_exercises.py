@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.docs.support import ROOT
 from tests.support.forked import Forked
 
@@ -17,6 +19,7 @@ def check(*options: str) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_solutions_pass() -> None:
     said = check("--solution")
     assert len(FILES) >= 12
@@ -26,6 +29,7 @@ def test_solutions_pass() -> None:
     assert "ERROR" not in said
 
 
+@pytest.mark.slow
 def test_untouched_exercises_fail() -> None:
     said = check()
     for file in FILES:

@@ -43,6 +43,7 @@ def test_use_triton_decides_the_path(monkeypatch, name):
         assert asked[0] is arguments[0]
 
 
+@pytest.mark.slow
 def test_modules_work_without_triton():
     """Without Triton, as on a Mac, every module can be imported and computes with torch."""
     script = """

@@ -317,6 +317,7 @@ def workshop(tmp_path: Path) -> Workshop:
     return Workshop(tmp_path)
 
 
+@pytest.mark.slow
 def test_built_once_and_then_only_loaded(workshop: Workshop) -> None:
     first = workshop.load()
     assert first[0].startswith("building native CPU kernels")

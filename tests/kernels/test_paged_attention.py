@@ -149,6 +149,7 @@ def test_every_query_sees_what_the_rule_shows_it(triton_device, form):
     head_dim=st.sampled_from([1, 3, 16, 41]),
     seed=st.integers(0, 2**16),
 )
+@pytest.mark.slow
 def test_any_pass_follows_the_rule(
     triton_device, sequences, block_size, window, group, heads_kv, head_dim, seed
 ):

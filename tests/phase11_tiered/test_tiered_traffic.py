@@ -11,6 +11,7 @@ from tests.support.traffic import Traffic, assert_everything_happened, random_tr
 
 
 @pytest.mark.parametrize("depth", [2, 0])
+@pytest.mark.slow
 def test_random_traffic_with_little_memory(tmp_path: Path, depth: int) -> None:
     options = {"block_size": 4, "num_blocks": 12, "prefill_chunk_size": 3, "pipeline_depth": depth}
     traffic = Traffic("phase11_tiered", kv_tier=tmp_path, kv_tier_bytes=2**20, **options)

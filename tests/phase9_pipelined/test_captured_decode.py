@@ -149,6 +149,7 @@ def test_tokens_are_drawn_in_the_graph(prefill_chunk_size: int, monkeypatch: pyt
 
 
 @in_the_interpreter
+@pytest.mark.slow
 def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
     """After the failure, the host assumes nothing about the device's state, and sends it again."""
     model = one_layer()
@@ -174,6 +175,7 @@ def test_a_failed_graph_leaves_no_wrong_state_on_the_device() -> None:
 
 
 @in_the_interpreter
+@pytest.mark.slow
 def test_guesses_are_verified_by_the_paged_kernel() -> None:
     """Decode, guesses and chunks of prompts run in one launch."""
     model = tiny_model()

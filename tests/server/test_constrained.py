@@ -88,6 +88,7 @@ def test_a_constrained_answer_may_be_cut_by_max_tokens(server: ServerProcess) ->
 # ---------------------------------------------------------------------- the end
 
 
+@pytest.mark.slow
 def test_the_compilers_process_ends_with_the_server(phase: str) -> None:
     process = ServerProcess(phase)
     process.complete(structured_outputs={"choice": ["a"]})

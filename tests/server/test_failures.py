@@ -82,6 +82,7 @@ def test_a_failed_response_keeps_its_text_and_is_not_stored(gated: ServerProcess
     assert gated.client.get(f"/v1/responses/{failed['id']}").status_code == 404
 
 
+@pytest.mark.slow
 def test_anthropics_library_raises_a_failure(gated: ServerProcess) -> None:
     import anthropic  # takes two seconds
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import httpx
+import pytest
 
 from tests.support.servers import (
     HANG_S,
@@ -96,6 +97,7 @@ def _half_close(connection: socket.socket) -> None:
 LEAVE: list[Callable[[socket.socket], None]] = [socket.socket.close, _reset, _half_close]
 
 
+@pytest.mark.slow
 def test_half_the_clients_vanish_and_the_others_complete(gated: ServerProcess) -> None:
     connections = [gated.raw(stream=True, max_tokens=1500, ignore_eos=True) for _ in range(4)]
     staying = in_background(
@@ -150,6 +152,7 @@ def test_an_idle_server_ends_at_once_with_connections_open(mortal: ServerProcess
     assert "SIGTERM: finishing what runs" in last, "nothing is said after that, by no library either"
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_shutdown_timeout_end_with_an_error(phase: str) -> None:
     options = ("--shutdown-timeout", "0.5", "--max-batch-size", "2")
     with ServerProcess(phase, *options, module="tests.support.gated_server") as server:
@@ -166,6 +169,7 @@ def test_requests_beyond_the_shutdown_timeout_end_with_an_error(phase: str) -> N
         assert "Traceback" not in server.log_text
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_server_now(mortal: ServerProcess) -> None:
     batch = hold_a_full_batch(mortal)
     mortal.forget_log()
@@ -183,6 +187,7 @@ def test_a_second_signal_ends_the_server_now(mortal: ServerProcess) -> None:
     assert batch.exception(HANG_S) is not None or batch.result().status_code == 500
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long_is_given_up(phase: str) -> None:
     slow = {"max_tokens": 4000, "ignore_eos": True, "n": 4}
     with ServerProcess(phase, "--max-seq-len", "4096", "--request-timeout", "0.2") as server:

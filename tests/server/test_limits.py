@@ -323,6 +323,7 @@ def test_half_a_body_does_not_hold_up_the_end() -> None:
         assert time.monotonic() - began < 20, "neither 30 s for bodies nor 30 s to shut down"
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_cut_off_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with (
         LocalServer(

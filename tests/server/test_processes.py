@@ -130,6 +130,7 @@ async def test_a_matcher_that_no_request_needs_is_dropped() -> None:
 # ---------------------------------------------------------------------- the end of a process
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(phase: str) -> None:
     """It begins no step, so the time counts from the request, the grammar or the call that it does not take."""
     asks: list[Callable[[ServerProcess], httpx.Response]] = [
@@ -154,6 +155,7 @@ def test_a_process_that_is_stopped_while_it_is_idle_is_unwell_until_it_goes_on(p
             server.assert_serves()
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_stopped_ends_with_its_server(mortal: ServerProcess) -> None:
     server, engine = mortal, engine_of(mortal.process.pid)
     engine.suspend()
@@ -202,6 +204,7 @@ def test_a_killed_engine_ends_every_request_with_an_error(mortal: ServerProcess)
     assert f"and {len(received) - 1} new tokens" in server.log_text
 
 
+@pytest.mark.slow
 def test_a_killed_front_leaves_no_engine_behind(phase: str) -> None:
     command = (sys.executable, "-m", "tests.support.gated_server", phase)
     with ServerProcess(
@@ -213,6 +216,7 @@ def test_a_killed_front_leaves_no_engine_behind(phase: str) -> None:
         eventually(lambda: has_ended(engine))
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
     """A terminal sends SIGINT to every process of the command. Both end without an error."""
     command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu"]
@@ -229,6 +233,7 @@ def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
     assert has_ended(engine)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
     command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:

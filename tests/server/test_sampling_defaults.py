@@ -41,6 +41,7 @@ def card(server: ServerProcess) -> tuple[dict[str, Any], str]:
     return model["sampling_defaults"], model["sampling_defaults_from"]
 
 
+@pytest.mark.slow
 def test_a_checkpoints_suggestions_are_the_defaults(tmp_path: Path) -> None:
     model = folder_with(tmp_path, **SUGGESTED, do_sample=False, max_new_tokens=3)
     with ServerProcess(PHASE, "--model", model) as server:
@@ -74,6 +75,7 @@ def test_generation_config_none_keeps_the_servers_defaults(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("generation_config", ["auto", "none"])
+@pytest.mark.slow
 def test_offline_requests_get_the_models_defaults(tmp_path: Path, generation_config: str) -> None:
     model = folder_with(tmp_path, **SUGGESTED)
     llm = LLM(model, phase=PHASE, dtype="float32", max_seq_len=256, generation_config=generation_config)

@@ -236,6 +236,7 @@ class A:
 """
 
 
+@pytest.mark.slow
 def test_files_of_the_tree_are_imported_and_errors_point_to_them(tmp_path: Path) -> None:
     """Modules that the tree lacks come from the project. Errors that are logged in any way name file and line."""
     (tmp_path / "phase5_continuous").mkdir()

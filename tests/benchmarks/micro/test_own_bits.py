@@ -34,6 +34,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("preset", ["llama-3.1-8b", "qwen3-0.6b"])
+@pytest.mark.slow
 def test_a_random_file_has_the_groups_of_q4_k_m(preset: str) -> None:
     file = random_gguf.random_gguf(preset)
     own, whole = load(file, keep_groups=True), load(file)
@@ -46,6 +47,7 @@ def test_a_random_file_has_the_groups_of_q4_k_m(preset: str) -> None:
     assert random_gguf.random_gguf(preset).stat().st_mtime_ns == written  # it is kept
 
 
+@pytest.mark.slow
 def test_every_pass_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
