@@ -12,7 +12,6 @@ import pytest
 
 from common.constrained import trial
 from common.constrained.trial import MaskBudget, compile_grammar, walk
-from tests.support.grammars import AMBIGUOUS
 
 TOKENIZER = llguidance.LLTokenizer("byte")
 
@@ -33,8 +32,6 @@ def verdict(kind: str, text: str) -> str | None:
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"pattern": "(", "type": "string"}', "pattern: unclosed group"),
         ("json_schema", '{"$ref": "#"}', "no text matches it"),
-        ("lark", "start: nowhere", "nowhere"),
-        ("lark", AMBIGUOUS, "a trial answer fails after"),
     ],
 )
 def test_a_verdict_names_the_reason(kind: str, text: str, reason: str) -> None:

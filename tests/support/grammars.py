@@ -1,4 +1,4 @@
-"""Grammars that are dear to follow: one that a parser takes long over, and matchers whose masks are slow."""
+"""Matchers whose masks are slow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from typing import Any
 import llguidance
 
 from common.constrained.grammar import Matcher
-
-#: A grammar that compiles in a millisecond, and whose masks take 10 ms and more after some tokens: each rule may
-#: begin or end with any number of the others. On a fast computer the parser's limit on items is exceeded first.
-AMBIGUOUS = "\n".join(
-    ["start: s*", "s: " + " | ".join(f"r{i}" for i in range(8)), *(f"r{i}: s* /[a-z ]/ s*" for i in range(8))]
-)
 
 
 class SlowBackend:
