@@ -45,6 +45,8 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 # Python compiles a module when it is first imported. pip would compile thousands that are never used.
 INSTALL = $(BIN)/pip install --quiet --no-compile $(PIP_ARGS)
+# Without --quiet, pip draws a bar for each download, if somebody watches.
+SHOWN_INSTALL = $(BIN)/pip install $$(test -t 2 || echo --quiet) --no-compile $(PIP_ARGS)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NVIDIA_DRIVER ?= $(wildcard /proc/driver/nvidia/version)
 # Asked once: pip would try an index that cannot be reached again and again, for every package.
@@ -66,12 +68,18 @@ help:
 	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
 # Two stamps: serving needs a few packages, testing many.
+#
+# The kernels need torch alone (and torch numpy), so they are built while the other packages are installed. The project
+# is installed with setuptools, which torch needs, too: an isolated build would download another.
 .venv/base: pyproject.toml constraints.txt
 	@echo "Installing torch, the server's packages and a C++ build of its kernels into .venv. With a CPU build of torch"
-	@echo "this is about 1 GB on disk, with a CUDA build several GB; it takes minutes, most of them for the download."
+	@echo "this is about 1 GB on disk, with a CUDA build several GB. It takes minutes, most of them for the download."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) $(CPU_BUILD) -c constraints.txt -e .
-	$(BIN)/python -m kernels.native
+	@echo "1 of 2: torch"
+	$(SHOWN_INSTALL) $(CPU_BUILD) -c constraints.txt torch numpy 'setuptools>=77'
+	@echo "2 of 2: the other packages, and the kernels beside them"
+	$(BIN)/python -m kernels.native & \
+	$(INSTALL) $(CPU_BUILD) -c constraints.txt --no-build-isolation -e . && wait
 	touch $@
 
 .venv/full: .venv/base
@@ -89,7 +97,7 @@ help:
 	touch $@
 
 demo: .venv/base
-	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m benchmarks.demo $(if $(MODEL),--model '$(MODEL)')
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m infer demo $(if $(MODEL),--model '$(MODEL)')
 
 serve: .venv/base
 	$(BIN)/python -m $(if $(LEARN),tutor serve '$(LEARN)',infer serve '$(PHASE)') $(ARGS)
