@@ -7,14 +7,16 @@ repeat 2   phase 6   phase 5   phase 4      turned round, so that a machine that
 repeat 3   phase 4   phase 5   phase 6      grows warm or busy favours no phase
 ```
 
-Every run starts a fresh server, so its cache is empty and its memory is not fragmented. (A peer that is named by
-its URL is neither started nor stopped.) The load of other programs is measured before the first run and after each
-run, while no server runs. Runs beside busy programs get a note.
+Every run has a fresh server, so its cache is empty and its memory is not fragmented. (A peer that is named by its
+URL is neither started nor stopped.) One server is measured at a time, and no other server starts meanwhile. The
+load of other programs is measured before the first run and after each run, while no server computes. Runs beside
+busy programs get a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +50,8 @@ class Comparison:
         ignore_eos: whether requests ask for full-length answers. Requests of chats never do.
         trace: whether a trace of each run is kept beside its result. Without `out`, no trace is kept.
         show: returns the table that is printed when all runs of a workload are done.
+        started_together: how many servers are started at once, before the first of them is measured. The others
+            are idle meanwhile. More than one saves time on a machine with several cores, and takes their memory.
     """
 
     targets: Sequence[Target]
@@ -64,6 +68,7 @@ class Comparison:
     api_key: str | None = None
     trace: bool = False
     show: Callable[[Sequence[Run]], RenderableType] = summary
+    started_together: int = 1
 
     @property
     def lineup(self) -> Lineup:
@@ -111,10 +116,8 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
             before = len(runs)
             for repeat in range(1, comparison.repeats + 1):
                 turn = comparison.targets if repeat % 2 else comparison.targets[::-1]
-                for target in turn:
-                    run = run_once(
-                        comparison, workload, target, calibrations[workload.name], repeat, progress
-                    )
+                calibration = calibrations[workload.name]
+                for run in _runs_in_turn(comparison, workload, turn, calibration, repeat, progress):
                     before_run, taken = taken, cores_taken()
                     if is_busy(most := max(before_run, taken)):
                         run.notes.append(f"{taken_in_words(most)} before or after run {repeat}")
@@ -123,19 +126,46 @@ def _run_all(comparison: Comparison, console: Console, runs: list[Run], total: i
                     runs.append(run)
                     progress.advance(overall)
                     if not console.is_terminal:  # which shows no bar
-                        console.print(f"{workload.name} on {target.label}: {len(runs)} of {total} runs done")
+                        console.print(
+                            f"{workload.name} on {run.server.label}: {len(runs)} of {total} runs done"
+                        )
             console.print(comparison.show(runs[before:]))
 
 
-def run_once(
+def _runs_in_turn(
     comparison: Comparison,
     workload: Workload,
-    target: Target,
+    targets: Sequence[Target],
     calibration: Calibration,
     repeat: int,
     progress: Progress,
-) -> Run:
-    """Start a server, measure one workload, stop the server. Returns the run, in which failures are noted."""
+) -> Iterator[Run]:
+    """Measure the targets one after the other, and yield each run when its server has stopped."""
+    most = comparison.started_together
+    for group in (targets[start : start + most] for start in range(0, len(targets), most)):
+        prepared = [prepare(comparison, workload, target, calibration, repeat) for target in group]
+        with contextlib.ExitStack() as launched:
+            if most > 1:
+                names = " and ".join(server.target.label for _, server in prepared)
+                task = progress.add_task(names, total=None, detail="starting")
+                if not progress.console.is_terminal:  # which shows no bar
+                    progress.console.print(f"starting {names}")
+                for _, server in prepared:
+                    server.launch()
+                    # For a user who stops the comparison. Otherwise the server has stopped before.
+                    launched.callback(server.stop)
+                for _, server in prepared:
+                    with contextlib.suppress(StartupError):  # `run_once` waits again, and tells the error
+                        server.wait_until_ready()
+                progress.remove_task(task)
+            for run, server in prepared:
+                yield run_once(comparison, workload, run, server, progress)
+
+
+def prepare(
+    comparison: Comparison, workload: Workload, target: Target, calibration: Calibration, repeat: int
+) -> tuple[Run, RunningServer]:
+    """Return a blank run of a workload on a target, and the target's server, which is not started yet."""
     info = ServerInfo(
         label=target.label,
         order=target.order,
@@ -146,14 +176,23 @@ def run_once(
     run = blank_run(
         workload, info, calibration, comparison.measurement, lineup=comparison.lineup, repeat=repeat
     )
-    path = None  # of the trace
     if comparison.trace and comparison.out is not None and target.order < FIRST_PEER:
         comparison.out.mkdir(parents=True, exist_ok=True)
         path = (comparison.out / run.file_name).with_suffix(".trace")
         target = replace(target, options=target.options | {"trace": str(path)})
-    server = open_server(target)
+    return run, open_server(target)
+
+
+def run_once(
+    comparison: Comparison, workload: Workload, run: Run, server: RunningServer, progress: Progress
+) -> Run:
+    """Start a server (unless it is launched), measure one workload, stop the server.
+
+    Returns the given run, which is filled in. Failures are noted in it.
+    """
+    info, label = run.server, run.server.label
     count = workload.count(quick=comparison.measurement.quick)
-    task = progress.add_task(f"{workload.name} on {target.label}", total=count, detail="starting")
+    task = progress.add_task(f"{workload.name} on {label}", total=count, detail="starting")
 
     def on_progress(finished: int, failed: int, total: int) -> None:
         detail = f"[red]{failed} failed[/red]" if failed else ""
@@ -169,7 +208,8 @@ def run_once(
         info.exit_code = server.exit_code
         _note_the_end(run, died)
         if comparison.trace:
-            recorded = f"recorded meanwhile: {path.name}" if path else ""
+            path = server.target.options.get("trace")
+            recorded = f"recorded meanwhile: {Path(path).name}" if path else ""
             run.notes.append(recorded or "no trace: only a phase that is started here records one")
     except StartupError as error:
         run.reason = str(error)
@@ -178,7 +218,7 @@ def run_once(
     if run.status != "ok":
         info.log = list(server.log)[-LOG_LINES_KEPT:]
         progress.console.print(
-            f"[red]{escape(target.label)}, {workload.name}: {run.status}[/red]: {escape(run.reason or '')}"
+            f"[red]{escape(label)}, {workload.name}: {run.status}[/red]: {escape(run.reason or '')}"
         )
         progress.console.print("\n".join(first_error(info.log)), markup=False, highlight=False)
     return run

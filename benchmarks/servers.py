@@ -217,12 +217,19 @@ class RunningServer:
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> RunningServer:
-        """Start the server and wait until it answers.
+        """Start the server unless it is launched, and wait until it answers.
 
         Raises:
-            StartupError: the server ended, did not answer in time (the message has the last lines that it printed),
-                or lists no model.
+            StartupError: as `wait_until_ready`.
         """
+        self.launch()
+        self.wait_until_ready()
+        return self
+
+    def launch(self) -> None:
+        """Start the server's process, unless it was started before. Returns at once."""
+        if self._process is not None:
+            return
         # A thread reads stderr all the time: a full pipe would block the server in the middle of a run.
         self._process = subprocess.Popen(
             self.target.command,
@@ -236,12 +243,19 @@ class RunningServer:
         )
         self._reader = threading.Thread(target=self._read_log, name="server log", daemon=True)
         self._reader.start()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the launched server answers. A server that does not is stopped.
+
+        Raises:
+            StartupError: the server ended, did not answer in time (the message has the last lines that it printed),
+                or lists no model.
+        """
         try:
             self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -315,12 +329,14 @@ class RunningServer:
 class ForeignServer(RunningServer):
     """A server that runs already. It is neither started nor stopped."""
 
-    def __enter__(self) -> ForeignServer:
+    def launch(self) -> None:
+        pass
+
+    def wait_until_ready(self) -> None:
         self.url = self.target.url.rstrip("/").removesuffix("/v1")
         with httpx.Client(timeout=10.0, trust_env=False) as client:
             self.model = self.target.options.get("model") or served_model(client, self.url)
             self.version = server_version(client, self.url)
-        return self
 
     def stop(self) -> int:
         return 0

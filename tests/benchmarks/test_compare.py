@@ -21,7 +21,7 @@ from benchmarks.loadgen import generate_load
 from benchmarks.measure import Measurement
 from benchmarks.plots.groups import load_groups
 from benchmarks.results import LOCAL, Run, is_complete
-from benchmarks.servers import Target
+from benchmarks.servers import RunningServer, Target
 from benchmarks.workloads import Lengths, PromptWriter, Workload
 from tests.benchmarks.conftest import saved_runs
 from tests.benchmarks.fake_server import FakeServer
@@ -87,6 +87,44 @@ def test_two_servers_are_compared(tmp_path: Path, writer: PromptWriter) -> None:
     assert together.folder == ""
     assert is_complete(together.runs)
     assert [group.name for group in load_groups(tmp_path)] == ["tiny-fake"]
+
+
+def test_servers_that_start_together_are_measured_in_turn(tmp_path: Path, writer: PromptWriter) -> None:
+    """Two servers start at a time. The second does not start, which leaves the others' runs as they are."""
+    targets = [
+        fake_target("phase 4", 4),
+        fake_target("phase 5", 5, exit_at_once=3),
+        fake_target("phase 6", 6),
+    ]
+    runs, printed = run_comparison(targets, writer, tmp_path, started_together=2)
+    assert [(run.server.label, run.status) for run in runs] == [
+        ("phase 4", "ok"),
+        ("phase 5", "failed"),
+        ("phase 6", "ok"),
+    ]
+    assert "phase 5 ended (exit 3)" in printed
+    assert [run.server.exit_code for run in runs] == [0, None, 0]
+
+
+def test_no_launched_server_outlives_a_comparison_that_is_stopped(
+    tmp_path: Path, writer: PromptWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[RunningServer] = []
+    launch = RunningServer.launch
+
+    def noted(server: RunningServer) -> None:
+        launched.append(server)
+        launch(server)
+
+    def stopped(*arguments: object) -> Run:
+        assert [server.exit_code for server in launched] == [None, None]  # both answer before one is measured
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunningServer, "launch", noted)
+    monkeypatch.setattr(benchmarks.compare, "run_once", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_comparison([fake_target("a", 4), fake_target("b", 5)], writer, tmp_path, started_together=2)
+    assert [server.exit_code for server in launched] == [0, 0]
 
 
 @pytest.mark.slow
