@@ -1,7 +1,8 @@
 """`make demo`: shows the answers of a server, then compares all phases on the same requests.
 
 All requests are sent over HTTP. First the latest phase serves the bundled model to a few clients at once. Then
-every phase in turn serves a larger model, with random weights, to fewer clients than the workload `mixed` has.
+every phase in turn serves a larger model, with random weights, to a few clients that chat. Two servers start at a
+time, since a start keeps one core busy. They are measured one after the other, and no server starts meanwhile.
 
 `--model smollm2` fetches a real chat model first, and asks it a question. Then all phases serve this model.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
+import functools
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import httpx
 from rich.console import Console
@@ -24,18 +26,35 @@ from benchmarks.__main__ import exit_code, exit_on_sigterm
 from benchmarks.client import AnswerReader, Endpoint, new_record, send
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import Measurement, new_comparison_name
+from benchmarks.report import summary
 from benchmarks.results import RequestRecord
 from benchmarks.servers import Setup, find_phase_module, open_server, phase_target
-from benchmarks.workloads import WORKLOADS, PlannedRequest, PromptWriter
+from benchmarks.workloads import Lengths, PlannedRequest, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.fetch import FETCHABLE, fetch
 from common.models.registry import open_checkpoint
 from common.startup.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
-MEASURED_MODEL = "dummy:llama-60m"
-#: More than a static batch has seats, and few enough for a demo of three minutes with its installation.
-REQUESTS = 12
+MEASURED_MODEL = "dummy:llama-15m"
+#: Sequences that phases 4 and 5 have memory for. All phases get the same memory.
+SLOTS = 4
+CLIENTS, TURNS = 6, 2
+STARTED_TOGETHER = 2
+ALIKE = 0.25  # of a value: by chance, two runs of a few seconds may differ by so much
+#: Chats of a few clients. Each client waits for an answer before it asks again, so the load fits a machine of any
+#: speed. There are more clients than slots. Prompts and answers differ in length. A client's second prompt begins
+#: with its first prompt and the answer.
+CHATS = Workload(
+    "demo",
+    requests=CLIENTS * TURNS,
+    turns=TURNS,
+    prompts=((1.0, Lengths(32, 256)),),
+    new_tokens=Lengths(16, 80),
+    arrivals="turns",
+)
+#: The same with fewer tokens: a real model takes several times as long for each.
+SHORT_CHATS = replace(CHATS, prompts=((1.0, Lengths(16, 128)),), new_tokens=Lengths(12, 48))
 MOST_TOKENS = 600  # limit of a story's length: the model ends nearly all of its stories before it
 #: Beginnings as in the model's training text (`zoo.text`), so that it can continue and end the stories.
 PROMPTS = (
@@ -71,7 +90,9 @@ def write(phase: str, console: Console) -> None:
         RuntimeError: a request failed.
     """
     console.rule(f"[bold]{len(PROMPTS)} clients at once, python -m {phase} --model {WRITER_MODEL}")
+    console.print("starting the server …")
     with open_server(phase_target(phase, Setup(model=WRITER_MODEL))) as server:
+        console.print(f"{server.url} answers; waiting for {len(PROMPTS)} stories …")
         answers = asyncio.run(stream_all(Endpoint(server.url, server.model, False, fields=SAMPLING)))
     table = Table("prompt and text", "tokens", "first token", "all of it", "ended")
     for prompt, (answer, record) in zip(PROMPTS, answers, strict=True):
@@ -98,6 +119,7 @@ def chat(phase: str, model: str, console: Console) -> None:
     """
     console.rule(f"[bold]a question, python -m {phase} --model {model}")
     console.print(f"[bold]{QUESTION}")
+    console.print("starting the server …")
     chats = open_checkpoint(model).tokenizer().chat_template is not None
     body = {"model": model, "temperature": 0, "max_tokens": 200, "stream": True}
     body |= {"messages": [{"role": "user", "content": QUESTION}]} if chats else {"prompt": QUESTION}
@@ -117,22 +139,32 @@ def chat(phase: str, model: str, console: Console) -> None:
     console.print("\n")
 
 
-def race(phases: Sequence[str], console: Console, model: str = MEASURED_MODEL) -> int:
+def race(
+    phases: Sequence[str], console: Console, model: str = MEASURED_MODEL, workload: Workload = CHATS
+) -> int:
     """Send every phase the same requests, and print the table that compares them. Returns the exit code."""
-    workload = dataclasses.replace(WORKLOADS["mixed"], requests=REQUESTS)
     console.rule(f"[bold]the same {workload.requests} requests for every phase, {model}")
+    console.print(f"{CLIENTS} clients, {TURNS} turns of a chat each; phases 4 and 5 serve {SLOTS} at once\n")
     for phase in phases:
         info = find_phase(phase).PHASE
         console.print(f"phase {info.number}  {info.idea}")
-    setup = Setup(model=model)
+    setup = Setup(model=model, slots=SLOTS, max_seq_len=1024)
     comparison = Comparison(
         targets=[phase_target(phase, setup) for phase in phases],
         workloads=[workload],
         model=model,
         writer=PromptWriter(open_checkpoint(model).tokenizer()),
         measurement=Measurement(comparison=new_comparison_name()),
+        show=functools.partial(summary, alike=ALIKE),
+        started_together=STARTED_TOGETHER,
     )
-    return exit_code(compare(comparison, console))
+    runs = compare(comparison, console)
+    console.print(
+        "Each phase was measured once, for seconds. The sentences leave out differences of up to "
+        f"{ALIKE:.0%}, which may be chance. `infer compare` measures longer.",
+        soft_wrap=True,
+    )
+    return exit_code(runs)
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks.demo") -> int:
@@ -150,13 +182,14 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
         names = options.phases.split(",") if options.phases else phase_names()
         phases = [find_phase_module(name.strip()) for name in names]
         if options.model in FETCHABLE:
+            console.print(f"downloading {options.model}, unless it was downloaded before …")
             console.print(f"{options.model} is in {fetch(options.model)}")
     except StartupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.model is not None:
         chat(phases[-1], options.model, console)
-        return race(phases, console, options.model)
+        return race(phases, console, options.model, SHORT_CHATS)
     write(phases[-1], console)
     code = race(phases, console)
     console.print(

@@ -186,8 +186,12 @@ def report(runs: Sequence[Run]) -> Group:
     return Group(_title(runs), table, _notes(runs, ratios))
 
 
-def summary(runs: Sequence[Run]) -> Group:
-    """Return the table of a comparison in 80 columns, a row for each server, and sentences that compare servers."""
+def summary(runs: Sequence[Run], *, alike: float = ALIKE) -> Group:
+    """Return the table of a comparison in 80 columns, a row for each server, and sentences that compare servers.
+
+    Args:
+        alike: values that differ by at most this share count as equal in sentences.
+    """
     columns = columns_of(runs)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
@@ -204,7 +208,7 @@ def summary(runs: Sequence[Run]) -> Group:
     for index, base in enumerate(bases_of(columns)):
         if base is not None:
             compared = [(line, each[base], each[index]) for line, each in zip(lines, medians, strict=True)]
-            sentences.append(_difference(labels[base], labels[index], compared))
+            sentences.append(_difference(labels[base], labels[index], compared, alike))
     terms = "* best · TTFT: until the first token · ITL: between two tokens · p99: 99 % below"
     return Group(_title(runs), table, *sentences, _notes(runs, terms))
 
@@ -223,9 +227,9 @@ def _marked(line: Line, values: Sequence[Value]) -> list[Text]:
     return cells
 
 
-def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Value]]) -> Text:
+def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Value]], alike: float) -> Text:
     """Return a sentence with the metrics in which server `after` is better or worse than server `before`, by more
-    than `ALIKE`. If one of them has no complete run, the sentence says so."""
+    than `alike`. If one of them has no complete run, the sentence says so."""
     said = Text(f"{after} against {before}: ", style="bold")
     for label, column in ((before, 1), (after, 2)):
         if all(row[column] is None for row in values):
@@ -233,12 +237,12 @@ def _difference(before: str, after: str, values: Sequence[tuple[Line, Value, Val
     better: list[str] = []
     worse: list[str] = []
     for line, old, new in values:
-        if old is None or new is None or abs(new - old) <= ALIKE * abs(old):
+        if old is None or new is None or abs(new - old) <= alike * abs(old):
             continue
         change = f"{line.title} ({line.show(old)} → {line.show(new)})"
         (worse if line.is_worse(old, new) else better).append(change)
     if not (better or worse):
-        return said.append(f"nothing differs by more than {ALIKE:.0%}.", style="not bold")
+        return said.append(f"nothing differs by more than {alike:.0%}.", style="not bold")
     if better:
         said.append("better", style="green").append(f" in {', '.join(better)}", style="not bold")
     if worse:

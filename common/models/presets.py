@@ -1,8 +1,8 @@
 """The shapes of `dummy:<preset>`: models with random weights, for measuring without a download.
 
 A preset repeats the shape in the `config.json` of the model that it names. (`llama-135m` has SmolLM2's shape, and
-the shapes with 4 and 60 million parameters are our own.) A dummy uses the tokenizer of the zoo's model of the same
-architecture.
+the shapes with 1, 15 and 60 million parameters are our own.) A dummy uses the tokenizer of the zoo's model of the
+same architecture.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ _SMALL = {"vocab_size": 32_000, "max_position_embeddings": 8192}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-1m": _LLAMA | _shape(128, 2, 2, 256, num_key_value_heads=1, **_SMALL | {"vocab_size": 4096}),
+    "llama-15m": _LLAMA | _shape(320, 8, 5, 1024, num_key_value_heads=1, **_SMALL | {"vocab_size": 16_384}),
     "llama-60m": _LLAMA | _shape(512, 12, 8, 1792, num_key_value_heads=4, **_SMALL),
     "llama-135m": _LLAMA
     | _shape(576, 30, 9, 1536, num_key_value_heads=3, vocab_size=49_152, max_position_embeddings=8192),

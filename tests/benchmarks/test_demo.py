@@ -13,7 +13,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     raced: list[list[str]] = []
     monkeypatch.setattr(demo, "write", lambda phase, console: None)
     monkeypatch.setattr(demo, "chat", lambda phase, model, console: raced.append([model]))
-    monkeypatch.setattr(demo, "race", lambda phases, console, *model: raced.append([*phases, *model]) or 0)
+    monkeypatch.setattr(demo, "race", lambda phases, console, *rest: raced.append([*phases, *rest[:1]]) or 0)
     return raced
 
 
