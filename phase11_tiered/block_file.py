@@ -82,7 +82,7 @@ class BlockFile:
             raise DamagedBlockError(f"place {place} of {self.path} is damaged")
         return data
 
-    def write(self, place: int, key: bytes, data: bytes) -> None:
+    def write(self, place: int, key: bytes, data: bytes | memoryview) -> None:
         """Write a block over whatever the place holds. Raises OSError: the disk failed."""
         header = _checked(_FIELDS.pack(key, time.time_ns()), data)
         for part, offset in ((data, self._offset(place)), (header, place * HEADER_BYTES)):
@@ -106,6 +106,6 @@ class BlockFile:
         return self.places * HEADER_BYTES + place * self.block_bytes
 
 
-def _checked(fields: bytes, data: bytes | bytearray) -> bytes:
+def _checked(fields: bytes, data: bytes | bytearray | memoryview) -> bytes:
     """Return a header: its fields and their checksum, which includes the data."""
     return fields + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(fields)))

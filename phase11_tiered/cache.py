@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from phase8_prefix.cache import open_pool as open_prefix_pool
 from phase8_prefix.tree import Key, Node
 from phase11_tiered.block_file import BlockFile
 from phase11_tiered.config import Config
-from phase11_tiered.tier import Fetch, Tier
+from phase11_tiered.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class TieredPool(PrefixCachingPool):
     def __init__(self, config: Config, shape: KVShape, device: torch.device) -> None:
         super().__init__(config, shape, device)
         self.tier: Tier | None = None
-        self._fetches: dict[int, Fetch] = {}  # by slots
+        self._fetches: dict[int, Iterator[bytearray | None]] = {}  # slot -> the blocks that are read for it
 
     def open_tier(self, config: Config, fingerprint: bytes, token_s: float) -> None:
         """Open the file of blocks. If that fails, log why, and go on without it.
@@ -55,10 +54,8 @@ class TieredPool(PrefixCachingPool):
         except (OSError, ValueError) as error:
             logger.warning("no blocks are kept in %s: %s", config.kv_tier, error)
         else:
-            self.tier = Tier(file, self._load, self.block_size * token_s)
-            threading.Thread(target=self.tier.work, name="kv-tier", daemon=True).start()
-
-    # ------------------------------------------------------------------ hits
+            self.tier = Tier(file, self.load, self.block_size * token_s)
+            logger.info("%s holds %d of at most %d blocks", file.path, *self.tier.size)
 
     def match_prefix(self, request: Request) -> None:
         """Find the prefix in memory, and read what follows from the file.
@@ -72,14 +69,16 @@ class TieredPool(PrefixCachingPool):
             return  # each token's log-probability must be computed
         path, table = self._paths[slot], self._tables[slot]
         if slot not in self._fetches:
-            self._fetches[slot] = self.tier.fetch(self._digests(request, path), len(path))
-        fetch = self._fetches[slot]
-        # At admission, the request has no blocks yet for what is read.
-        while len(path) < len(table) and (data := self.tier.take(fetch, len(path))) is not None:
-            self._store(table[len(path)], data)
-            self._insert(request, [table[len(path)]])
+            self._fetches[slot] = self.tier.read(self._digests(request, path), path)
+        request.fetching = False
+        for data in self._fetches[slot]:
+            if data is None:
+                request.fetching = True
+                break
+            block = table[len(path)]
+            self._store(block, data)
+            self._insert(request, [block])
         self._start_after_path(request, slot)
-        request.fetching = bool(fetch.keys)
 
     def _digests(self, request: Request, path: Sequence[Node]) -> Iterator[bytes]:
         """Yield the digests of the blocks after a path, except for the last token's block."""
@@ -88,20 +87,18 @@ class TieredPool(PrefixCachingPool):
             digest = digest_of(digest, key)
             yield digest
 
-    # ------------------------------------------------------------------ blocks that come and go
-
     def _insert(self, request: Request, blocks: Sequence[int]) -> list[Node]:
         nodes = super()._insert(request, blocks)
         if self.tier is not None:
             for node in nodes:
                 assert node.parent is not None
                 node.digest = digest_of(node.parent.digest, node.key)
-                self.tier.keep(node)
+            self.tier.keep(nodes)
         return nodes
 
     def free_slot(self, slot: int) -> None:
         if self.tier is not None:
-            self.tier.touch([node.digest for node in self._paths[slot]])
+            self.tier.touch(self._paths[slot])
         self._fetches.pop(slot, None)
         super().free_slot(slot)
 
@@ -110,33 +107,26 @@ class TieredPool(PrefixCachingPool):
         self._fetches.clear()
 
     def reset_prefix_cache(self) -> int:
-        count = super().reset_prefix_cache()
         if self.tier is not None:
-            self.tier.clear()  # after the blocks have left the tree: none of them is written any more
-        return count
+            self.tier.clear()
+        return super().reset_prefix_cache()
 
     def disk_blocks(self) -> tuple[int, int]:
         return (0, 0) if self.tier is None else self.tier.size
 
     def counts(self) -> Mapping[str, float]:
-        if self.tier is None:
-            return super().counts()
-        return {**super().counts(), **self.tier.counters, "tier_saved_s": self.tier.saved_s}
+        return super().counts() if self.tier is None else {**super().counts(), **self.tier.counts()}
 
-    # ------------------------------------------------------------------ bytes
-
-    def _load(self, node: Node) -> bytes | None:
-        """Return a node's keys and values, layer by layer; None: the node has left the tree.
-
-        The tier's thread calls. A block is not written while it is in the tree. So if the node is still there after
-        its block was read, what was read is right.
-        """
-        blocks = [store[node.block].view(torch.uint8).cpu().numpy() for store in (*self.k, *self.v)]
-        data = b"".join([block.data for block in blocks])
-        return None if node.parent is None else data
+    def load(self, blocks: Sequence[int]) -> list[memoryview]:
+        """Return copies of blocks: keys, then values, layer by layer."""
+        if not blocks:
+            return []
+        ids = torch.tensor(blocks, device=self.device)
+        copies = torch.stack([store[ids].cpu() for store in (*self.k, *self.v)], dim=1)
+        return [copy.data for copy in copies.flatten(1).view(torch.uint8).numpy()]
 
     def _store(self, block: int, data: bytearray) -> None:
-        """Write keys and values into a block that no pass uses."""
+        """Write what `load` returned into a block that no pass uses."""
         stores = (*self.k, *self.v)
         parts = torch.frombuffer(data, dtype=self.shape.dtype).view(len(stores), *stores[0].shape[1:])
         for store, part in zip(stores, parts, strict=True):

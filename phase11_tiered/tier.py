@@ -1,28 +1,24 @@
-"""Finds blocks in a file, reads and writes them in a thread, and evicts old ones.
+"""Finds blocks in a file, has a thread read and write them, and evicts old ones.
 
 ```text
-engine's thread   keep(node)   ─> jobs, reads first ─> the tier's thread ─> file
-                  fetch(keys)                                │
-                  take         <─────────── reads that are done
+engine's thread   keep(nodes) ─> copies to write ┐
+                                                 ├─> the tier's thread, one after the other ─> file
+                  read(keys)  ─> reads           ┘
 ```
 
-The engine never waits for the thread. If reading takes too long or fails, a request's blocks are computed instead.
-Only the thread changes the index of the file. The engine's thread only asks whether a key is in it.
+The index says what the file will hold when all reads and writes in the queue have ended. They are done in their
+order, so each read finds its block. Only the engine's thread uses the index, and it never waits for the other one.
+If reading takes too long or fails, a request's blocks are computed instead.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from queue import PriorityQueue
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from phase8_prefix.tree import Node
@@ -30,178 +26,140 @@ from phase11_tiered.block_file import BlockFile
 
 logger = logging.getLogger(__name__)
 
-MOST_JOBS = 4096  # waiting jobs; while there are so many, further blocks are not written
-MOST_READS = 32  # blocks of one fetch that are read and were not taken: they take memory beside the pool
-BOUND_S = 0.5  # how much longer than computing its blocks a fetch may take
+MOST_WRITES = 128  # copies of blocks that wait; while there are so many, further blocks are not written
+MOST_READS = 32  # blocks of one request that are read and were not taken: they take memory beside the pool
+BOUND_S = 0.5  # how much longer than computing them the reads of a request's blocks may take
 LATE = 10  # a disk that was late counts as so many times slower than computing
 FORGETTING = 0.9  # factor on the measured time of a read whenever reads are declined
-READ, WRITE = range(2)  # ranks of jobs
-
-Read = Future[bytearray | None]  # None: it has failed
-
-
-@dataclass
-class Fetch:
-    """The reads for one request. `keys`: the blocks that are still to come, from block `first` of its text on."""
-
-    keys: Sequence[bytes] = ()
-    first: int = 0
-    until_s: float = 0.0
-    reads: dict[bytes, Read] = field(default_factory=dict)  # of the next blocks
 
 
 class Tier:
     """The blocks in a file, by their keys. If the file is full, the least recently used block is evicted.
 
     Args:
-        file: the file. A thread must call `work`.
-        load: returns the bytes of a node's block in the pool; None if the node has left the tree. The thread calls
-            it.
+        file: the file.
+        load: returns copies of the pool's blocks with these ids.
         block_s: seconds that computing a block takes.
     """
 
-    def __init__(self, file: BlockFile, load: Callable[[Node], bytes | None], block_s: float) -> None:
+    def __init__(
+        self, file: BlockFile, load: Callable[[Sequence[int]], Iterable[memoryview]], block_s: float
+    ) -> None:
         self.block_s = block_s
         self.read_s = 0.0  # seconds of a block's read, a moving average; 0: none was read
-        self.saved_s = 0.0
-        self.counters: Counter[str] = Counter()  # see `telemetry.Counters`
         self.clock = time.monotonic
         self._file, self._load = file, load
+        self._thread: Executor = ThreadPoolExecutor(1, "kv-tier")
         self._places = OrderedDict(file.blocks())  # key -> place, least recently used first
         self._free = list(set(range(file.places)) - set(self._places.values()))
-        self._reads: WeakValueDictionary[bytes, Read] = WeakValueDictionary()
-        self._jobs: PriorityQueue[tuple[int, int, Callable[[], None] | None]] = PriorityQueue()
-        self._numbers = itertools.count()
-        self._counting = threading.Lock()
-        logger.info("%s holds %d of at most %d blocks", file.path, *self.size)
-
-    # ------------------------------------------------------------------ for the engine's thread
+        self._reads: WeakValueDictionary[bytes, Future[bytearray]] = WeakValueDictionary()
+        self._writes: deque[tuple[bytes, Future[None]]] = deque()  # keys and writes
+        self._counts: defaultdict[str, float] = defaultdict(int)
 
     @property
     def size(self) -> tuple[int, int]:
         """Number of blocks in the file, and of places."""
         return len(self._places), self._file.places
 
-    def fetch(self, keys: Iterable[bytes], first: int) -> Fetch:
-        """Begin to read blocks of a text, from block `first` on, as many as the file has. Reads none if computing
-        them takes less time."""
-        known = list(itertools.takewhile(self._places.__contains__, keys))
-        compute_s = len(known) * self.block_s
-        if known and (len(self._reads) + len(known)) * self.read_s > compute_s:
-            self._count("tier_declined", len(known))
-            self.read_s *= FORGETTING
-            return Fetch()
-        return Fetch(known, first, self.clock() + compute_s + BOUND_S, self._start(known))
+    def counts(self) -> Mapping[str, float]:
+        """Return the totals since the start, by their names in `telemetry.Counters`."""
+        self._end_writes()
+        return self._counts
 
-    def take(self, fetch: Fetch, index: int) -> bytearray | None:
-        """Return block `index` of a fetch's text if it was read, else None. Starts further reads.
+    def read(self, keys: Iterable[bytes], path: Sequence[Node]) -> Iterator[bytearray | None]:
+        """Read the blocks that follow a path, as many as the file has. Begins at the first `next`.
 
-        The fetch ends (`Fetch.keys` is empty) if all was read, if a read has failed, or if it takes too long.
+        Yields None while the next block is being read, and then its data, by which the caller extends the path. A
+        block by which the path has grown meanwhile is left out. The first is always None. Ends after the last
+        block, at once if computing the blocks takes less time than reading them, and early if a read fails or if
+        all takes too long.
         """
-        fetch.keys, fetch.first = fetch.keys[index - fetch.first :], index
-        if fetch.keys and self.clock() > fetch.until_s:
-            self._fail("blocks were not read in time", len(fetch.keys))
-            self.read_s, fetch.keys = LATE * self.block_s, ()
-        fetch.reads = self._start(fetch.keys)
-        if not fetch.keys or not (read := fetch.reads[fetch.keys[0]]).done():
-            return None
-        data = read.result()
-        if data is None:
-            fetch.keys = ()
-        else:
-            self.saved_s += self.block_s - self.read_s
-            self._count("tier_hits")
-            self._count("tier_read_bytes", len(data))
-        return data
+        first, known = len(path), list(itertools.takewhile(self._places.__contains__, keys))
+        compute_s = len(known) * self.block_s
+        if known and (len(self._writes) + len(self._reads) + len(known)) * self.read_s > compute_s:
+            self._counts["tier_declined"] += len(known)
+            self.read_s *= FORGETTING
+            return
+        until_s = self.clock() + compute_s + BOUND_S
+        for index, key in enumerate(known):
+            ahead = self._start(known[index : index + MOST_READS])
+            if not ahead:
+                return  # the block was evicted meanwhile
+            if index == 0:
+                yield None
+            while len(path) == first + index:
+                if self.clock() > until_s:
+                    self._fail("blocks were not read in time", len(known) - index)
+                    self.read_s = LATE * self.block_s
+                    return
+                if not ahead[0].done():
+                    yield None
+                elif error := ahead[0].exception():
+                    self._fail(error)
+                    self._forget(key)  # it is written again when it was computed
+                    return
+                else:
+                    self._counts["tier_hits"] += 1
+                    self._counts["tier_read_bytes"] += self._file.block_bytes
+                    self._counts["tier_saved_s"] += self.block_s - self.read_s
+                    yield ahead[0].result()
 
-    def keep(self, node: Node) -> None:
-        """Write a node's block, unless the file has it, or too many jobs wait already."""
-        if node.digest not in self._places and not self._put(WRITE, self._write, node.digest, node):
-            self._count("tier_skipped")
+    def keep(self, nodes: Sequence[Node]) -> None:
+        """Write the nodes' blocks that the file lacks, as far as the disk is not behind."""
+        self._end_writes()
+        missing = [node for node in nodes if node.digest not in self._places]
+        taken = missing[: MOST_WRITES - len(self._writes)]
+        self._counts["tier_skipped"] += len(missing) - len(taken)
+        for node, data in zip(taken, self._load([node.block for node in taken]), strict=True):
+            place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
+            self._places[node.digest] = place
+            write = self._thread.submit(self._file.write, place, node.digest, data)
+            self._writes.append((node.digest, write))
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, path: Sequence[Node]) -> None:
         """Count the blocks of a text as used, the first one last: without it, the others cannot be used."""
-        self._put(WRITE, self._touch, keys)  # after those of them that wait to be written
+        for node in reversed(path):
+            if node.digest in self._places:
+                self._places.move_to_end(node.digest)
 
     def clear(self) -> None:
-        """Remove all blocks from the file. A read that is queued from now on finds none."""
-        self._put(READ, self._clear)
-
-    # ------------------------------------------------------------------ jobs
-
-    def _put(self, rank: int, function: Callable[..., None], *arguments: Any) -> bool:
-        """Have the thread call a function; a lower rank goes first. Returns False if too many writes wait."""
-        if rank == WRITE and self._jobs.qsize() >= MOST_JOBS:
-            return False
-        self._jobs.put((rank, next(self._numbers), functools.partial(function, *arguments)))
-        return True
-
-    def _start(self, keys: Sequence[bytes]) -> dict[bytes, Read]:
-        """Return the reads of the first of these blocks. Fetches that wait for the same block share its read."""
-        reads = {}
-        for key in keys[:MOST_READS]:
-            if (read := self._reads.get(key)) is None:
-                self._reads[key] = read = Future()
-                self._put(READ, self._read, key, read)
-            reads[key] = read
-        return reads
-
-    def _count(self, name: str, number: int = 1) -> None:
-        with self._counting:  # both threads count
-            self.counters[name] += number
-
-    def _fail(self, why: object, blocks: int = 1) -> None:
-        if not self.counters["tier_failures"]:
-            logger.warning("%s (further failures of the file are only counted)", why)
-        self._count("tier_failures", blocks)
-
-    # ------------------------------------------------------------------ the tier's own thread
-
-    def work(self) -> None:
-        """Do jobs, for ever. A thread calls this."""
-        while job := self._jobs.get()[2]:  # None ends the thread
-            try:
-                job()
-            except Exception as error:  # a full disk, a damaged block, …: the thread must go on
-                self._fail(error)
-            del job  # it may hold the last reference to a read
-
-    def _read(self, key: bytes, read: Read) -> None:
-        """Read a block. If that fails, forget the block: it is written again when it was computed."""
-        data, began_s = None, time.perf_counter()
-        try:
-            if key in self._places:  # else it was evicted meanwhile
-                data = self._file.read(self._places[key], key)
-                took_s = time.perf_counter() - began_s
-                self.read_s = 0.8 * self.read_s + 0.2 * took_s if self.read_s else took_s
-        except Exception:
-            self._free.append(self._places.pop(key))
-            raise
-        finally:
-            read.set_result(data)
-
-    def _write(self, key: bytes, node: Node) -> None:
-        if key in self._places:
-            return
-        data = self._load(node)
-        if data is None:  # before a place is taken: such a block must push no other one out of the file
-            self._count("tier_skipped")
-            return
-        place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
-        try:
-            self._file.write(place, key, data)
-        except Exception:
-            self._free.append(place)
-            raise
-        self._places[key] = place
-        self._count("tier_written_bytes", len(data))
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):
-            if key in self._places:
-                self._places.move_to_end(key)
-
-    def _clear(self) -> None:
+        """Remove all blocks from the file, also those that wait to be written."""
         self._places.clear()
         self._free = list(range(self._file.places))
-        self._file.clear()
+        self._writes.append((b"", self._thread.submit(self._file.clear)))
+
+    def _start(self, keys: Sequence[bytes]) -> list[Future[bytearray]]:
+        """Return the reads of these blocks, up to the first that the file lacks. Requests that wait for the same
+        block share its read."""
+        reads = []
+        for key in itertools.takewhile(self._places.__contains__, keys):
+            if (read := self._reads.get(key)) is None:
+                self._reads[key] = read = self._thread.submit(self._read, self._places[key], key)
+            reads.append(read)
+        return reads
+
+    def _read(self, place: int, key: bytes) -> bytearray:
+        """The thread calls."""
+        began_s = time.perf_counter()
+        data = self._file.read(place, key)
+        took_s = time.perf_counter() - began_s
+        self.read_s = 0.8 * self.read_s + 0.2 * took_s if self.read_s else took_s
+        return data
+
+    def _end_writes(self) -> None:
+        while self._writes and self._writes[0][1].done():
+            key, write = self._writes.popleft()
+            if error := write.exception():
+                self._fail(error)
+                self._forget(key)
+            elif key:
+                self._counts["tier_written_bytes"] += self._file.block_bytes
+
+    def _fail(self, why: object, blocks: int = 1) -> None:
+        if not self._counts["tier_failures"]:
+            logger.warning("%s (further failures of the file are only counted)", why)
+        self._counts["tier_failures"] += blocks
+
+    def _forget(self, key: bytes) -> None:
+        if key in self._places:
+            self._free.append(self._places.pop(key))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, cast
 
-from phase8_prefix.tree import Node
 from phase11_tiered.block_file import HEADER_BYTES, BlockFile
-from phase11_tiered.tier import Fetch, Tier
+from phase11_tiered.tier import Tier
 from simulator.clock import VirtualClock
 
 
@@ -20,20 +17,34 @@ class NoFile:
 
     path = Path("no file")
 
-    def __init__(self, places: int) -> None:
-        self.places = places
+    def __init__(self, places: int, block_bytes: int) -> None:
+        self.places, self.block_bytes = places, block_bytes
 
     def blocks(self) -> list[tuple[bytes, int]]:
         return []
 
-    def write(self, place: int, key: bytes, data: bytes) -> None:
+    def read(self, place: int, key: bytes) -> bytearray:  # noqa: ARG002 - all blocks have the same contents
+        return bytearray(self.block_bytes)
+
+    def write(self, place: int, key: bytes, data: memoryview) -> None:
         pass
 
     def clear(self) -> None:
         pass
 
 
-class SimulatedTier(Tier):
+class Due(Future[Any]):
+    """What has its result, but ends at some time of a clock."""
+
+    def __init__(self, clock: Callable[[], float], due_s: float) -> None:
+        super().__init__()
+        self._clock, self._due_s = clock, due_s
+
+    def done(self) -> bool:
+        return self._clock() >= self._due_s
+
+
+class SimulatedTier(Tier, Executor):
     """A tier without a thread. Blocks are read one after the other, and written in no time.
 
     Args:
@@ -47,28 +58,20 @@ class SimulatedTier(Tier):
     def __init__(
         self, clock: VirtualClock, block_bytes: int, limit: int, *, block_s: float, bytes_s: float
     ) -> None:
-        places = limit // (HEADER_BYTES + block_bytes)
-        super().__init__(cast(BlockFile, NoFile(places)), self._load_nothing, block_s)
+        file = NoFile(limit // (HEADER_BYTES + block_bytes), block_bytes)
+        super().__init__(cast(BlockFile, file), lambda blocks: [memoryview(b"")] * len(blocks), block_s)
         self.clock = clock
         self.read_s = block_bytes / bytes_s
-        self._contents = bytes(block_bytes)
-        self._due: deque[tuple[float, Callable[[], None]]] = deque()  # reads, and when each is done
+        self._idle_s = 0.0
+        self._thread = self
 
-    def take(self, fetch: Fetch, index: int) -> bytearray | None:
-        while self._due and self._due[0][0] <= self.clock():
-            self._due.popleft()[1]()
-        return super().take(fetch, index)
-
-    def _put(self, rank: int, function: Callable[..., None], *arguments: Any) -> bool:  # noqa: ARG002 - no queue
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Call a function at once. If it reads, it ends after the reads before it and the time of a read."""
         if function == self._read:
-            begins_s = max(self.clock(), self._due[-1][0] if self._due else 0.0)
-            self._due.append((begins_s + self.read_s, partial(function, *arguments)))
-        else:
-            function(*arguments)
-        return True
+            self._idle_s = max(self.clock(), self._idle_s) + self.read_s
+        ended = Due(self.clock, self._idle_s)
+        ended.set_result(function(*arguments, **named))
+        return ended
 
-    def _read(self, key: bytes, read: Future[bytearray | None]) -> None:
-        read.set_result(bytearray(self._contents) if key in self._places else None)
-
-    def _load_nothing(self, node: Node) -> bytes:  # noqa: ARG002 - all blocks have the same contents
-        return self._contents
+    def _read(self, place: int, key: bytes) -> bytearray:
+        return self._file.read(place, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -55,26 +54,13 @@ def tier_of(engine: Engine) -> Tier:
 
 def settle(engine: Engine) -> None:
     """Wait until the file has all that it is to keep."""
-    settle_tier(tier_of(engine))
-
-
-AT_LAST = 2  # a rank of jobs, after those that read and write
-
-
-def settle_tier(tier: Tier) -> None:
-    settled = threading.Event()
-    tier._put(AT_LAST, settled.set)
-    assert settled.wait(60), "blocks are not written"
+    tier_of(engine)._thread.submit(int).result(60)
 
 
 def stop(engine: Engine) -> None:
     """Write what waits, and close the file as the end of a process does."""
-    stop_tier(tier_of(engine))
-
-
-def stop_tier(tier: Tier) -> None:
-    settle_tier(tier)
-    tier._jobs.put((AT_LAST, 0, None))
+    tier = tier_of(engine)
+    tier._thread.shutdown()
     tier._file.close()
 
 

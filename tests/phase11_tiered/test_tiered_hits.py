@@ -10,18 +10,13 @@ import pytest
 
 from common.engine.requests import Handling
 from common.request import Request
-from phase8_prefix.tree import Node
-from phase11_tiered.block_file import HEADER_BYTES, BlockFile
-from phase11_tiered.tier import Tier
+from phase11_tiered import tier as tier_module
 from tests.phase11_tiered.support import (
-    SLOW_S,
     ask,
     engine_of,
     pool_of,
     settle,
-    settle_tier,
     stop,
-    stop_tier,
     tier_of,
 )
 from tests.support.engines import add, assert_all_free, assert_answered, greedy, run, tiny_model
@@ -143,7 +138,7 @@ def test_two_servers_with_one_folder_have_a_file_of_their_own_each(tmp_path: Pat
 @pytest.mark.parametrize("when", ["after the writes", "before the writes"])
 def test_a_reset_clears_the_file(tmp_path: Path, when: str) -> None:
     engine, idle = engine_of(tmp_path), threading.Event()
-    tier_of(engine)._put(0, idle.wait)
+    tier_of(engine)._thread.submit(idle.wait)
     if when == "after the writes":
         idle.set()
     ask(engine, TEXT)
@@ -182,7 +177,7 @@ class Slow:
         self.gate = threading.Semaphore(0)
         read = tier_of(engine)._file.read
 
-        def held(place: int, key: bytes) -> bytes:
+        def held(place: int, key: bytes) -> bytearray:
             self.gate.acquire()
             return read(place, key)
 
@@ -200,22 +195,38 @@ def warm(folder: Path) -> Any:
     return engine_of(folder)
 
 
-def test_a_block_that_has_left_the_tree_pushes_no_other_out_of_the_file(tmp_path: Path) -> None:
-    """As if the disk was behind, and a block was evicted before its turn."""
-    kept, evicted = Node((1,), 0, Node((), -1, None)), Node((2,), 1, None)
-    kept.digest, evicted.digest = bytes([1] * 32), bytes([2] * 32)
-    one_place = BlockFile(tmp_path, "blocks", 8, HEADER_BYTES + 8)
-    tier = Tier(one_place, lambda node: None if node.parent is None else b"contents", SLOW_S)
-    threading.Thread(target=tier.work).start()
-    try:
-        for node in (kept, evicted):
-            tier.keep(node)
-            settle_tier(tier)
-        assert tier.counters["tier_skipped"] == 1
-        assert list(tier.fetch([evicted.digest], 0).keys) == []
-        assert list(tier.fetch([kept.digest], 0).keys) == [kept.digest]
-    finally:
-        stop_tier(tier)
+def test_what_a_slow_disk_cannot_take_is_skipped_and_pushes_nothing_out_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "MOST_WRITES", 11)
+    engine, idle = engine_of(tmp_path), threading.Event()
+    tier = tier_of(engine)
+    tier._free = tier._free[:11]
+    ask(engine, TEXT)
+    settle(engine)
+    tier._thread.submit(idle.wait)
+    held = ask(engine, other(1))
+    lost = ask(engine, other(50))
+    assert engine.telemetry.counters.tier_skipped == 11
+    idle.set()
+    stop(engine)
+    engine = engine_of(tmp_path)
+    assert [ask(engine, each.prompt_token_ids).cached_tokens for each in (lost, held)] == [0, 40]
+    stop(engine)
+
+
+def test_a_block_that_is_evicted_before_its_turn_is_written(tmp_path: Path) -> None:
+    engine, idle = engine_of(tmp_path, num_blocks=16), threading.Event()
+    tier_of(engine)._thread.submit(idle.wait)
+    ask(engine, TEXT)
+    ask(engine, other(1))
+    assert engine.telemetry.counters.evictions > 0
+    idle.set()
+    stop(engine)
+    engine = engine_of(tmp_path)
+    assert_right(engine, again := ask(engine, TEXT))
+    assert again.cached_tokens == 40
+    stop(engine)
 
 
 def test_others_are_computed_while_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
