@@ -24,7 +24,7 @@ Key = tuple[object, ...]  # a block's token ids; in a text's first block the sal
 class Node:
     """One block of a text. Its ancestors are the blocks before it. `users` is the number of sequences that use it.
 
-    A sequence that uses a node *holds* it: the node is not evicted. A node that has left the tree has no `parent`.
+    A sequence that uses a node *holds* it: the node is not evicted.
     `digest` is for phase 11: a hash of the text up to the node's end.
     """
 
@@ -108,14 +108,11 @@ class PrefixTree:
             node, _ = self._unused.popitem(last=False)
             assert node.parent is not None
             del node.parent.children[node.key]
-            node.parent = None
             blocks.append(node.block)
         return blocks
 
     def clear(self) -> None:
         """Remove all nodes, used or not."""
-        for _, node in list(self.walk()):
-            node.parent = None
         self.root.children.clear()
         self._unused.clear()
 

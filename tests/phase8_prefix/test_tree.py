@@ -74,15 +74,6 @@ def test_blocks_in_use_are_not_evicted() -> None:
     assert list(tree.walk()) == []
 
 
-def test_a_node_that_has_left_the_tree_has_no_parent() -> None:
-    tree = tree_of([1, 2, 3, 4], [5, 6])
-    path = tree.match([1, 2, 3, 4])
-    tree.evict(1)
-    assert [node.parent is None for node in path] == [False, True]
-    tree.clear()
-    assert [node.parent for node in path] == [None, None]
-
-
 def test_the_least_recently_used_goes_first() -> None:
     tree = tree_of([1, 1], [2, 2], [3, 3])
     path = tree.match([1, 1])
