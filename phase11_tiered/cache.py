@@ -131,6 +131,8 @@ class TieredPool(PrefixCachingPool):
         parts = torch.frombuffer(data, dtype=self.shape.dtype).view(len(stores), *stores[0].shape[1:])
         for store, part in zip(stores, parts, strict=True):
             store[block] = part
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # passes run on another stream
 
 
 def open_pool(config: Config, shape: KVShape, device: torch.device) -> KVPool:
