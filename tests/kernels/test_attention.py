@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -36,12 +37,17 @@ HEADS = [(3, 3), (6, 2), (4, 1), (1, 1)]
 
 
 def attend(store: Store, window: int | None) -> Tensor:
-    """Call `attention` with the implementation that it chooses, on a store without the pass's keys and values."""
-    own = store.layout.write_addresses
+    """Call `attention` with the implementation that it chooses, on a store without the pass's keys and values.
+
+    Block tables are not in the order of the sequences.
+    """
+    tables, rows = store.layout.block_tables.flip(0), store.layout.rows.flip(0)
+    layout = dataclasses.replace(store.layout, block_tables=tables, rows=rows)
+    own = layout.write_addresses
     new = [each.flatten(0, 1)[own] for each in (store.k, store.v)]
     for each in (store.k, store.v):
         each.flatten(0, 1)[own] = math.nan
-    return attention(store.q, *new, store.k, store.v, store.layout, scale=SCALE, window=window)
+    return attention(store.q, *new, store.k, store.v, layout, scale=SCALE, window=window)
 
 
 def gathered(store: Store, window: int | None) -> Tensor:
@@ -120,6 +126,18 @@ def test_a_neighbour_of_nan_keeps_its_exact_numbers(window: int | None) -> None:
         others = torch.ones(len(out), dtype=torch.bool)
         others[own] = False
         assert torch.equal(out[others], expected[others])
+
+
+# ---------------------------------------------------------------------- the native kernel
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])  # few rows of 32 numbers have loops of their own
+@pytest.mark.parametrize("name", PASSES)
+def test_the_native_kernel_follows_the_rule(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    for window in (None, 1, 5):
+        store = Store.of(PASSES[name], block_size=3, head_dim=head_dim, dtype=dtype)
+        out = attend(store, window)
+        assert_follows_the_rule(store, window, out, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 # ---------------------------------------------------------------------- the paged kernel
