@@ -61,6 +61,7 @@ def assert_is_linear(layer: Callable[..., Tensor], weight: Tensor, after: Callab
             torch.testing.assert_close(result.double(), after(expected), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("threads")  # two threads may share a panel, and then add half of the bias each
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(1, 2), (63, 16), (64, 42), (65, 576), (960, 576), (576, 1536)]
 )
