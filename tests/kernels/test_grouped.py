@@ -150,6 +150,17 @@ def test_products_are_those_of_float64(dtype: torch.dtype, form: Form, outputs: 
             assert_near(gated_linear(x, bias), gated_act_reference(y + bias.double(), "silu"))
 
 
+@pytest.mark.parametrize("blocks", [1, 7, 9, 18])
+@pytest.mark.parametrize("form", [Form(4), Form(5, mins=True)], ids=str)
+def test_any_number_of_blocks_is_multiplied(dtype: torch.dtype, form: Form, blocks: int) -> None:
+    """Many rows meet some blocks at a time, and the last of these may be fewer."""
+    inputs = 32 * blocks
+    for weights, layer in layers_of((form, form), 75, inputs)[:2]:
+        for rows in (1, 7, 40):
+            x = draw(rows, inputs, dtype=dtype, seed=rows)
+            assert_near(layer(x), x.double() @ weights.T)
+
+
 @pytest.mark.usefixtures("native_kernels")
 @EVERY_FORM
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, form: Form) -> None:
