@@ -111,6 +111,16 @@ def assert_kept(row: Row, uniform: float) -> None:
     assert draw_triton(rows, table).tolist() == draw_reference(rows, table).tolist()
 
 
+def test_a_cut_between_equal_scores_keeps_the_first_of_them(triton_device: str) -> None:
+    """The largest random number draws the last token that is kept: the last of a stable sort."""
+    cuts = [((1.0, 3, ALL, 0.0), 3), ((1.0, math.inf, 0.7, 0.0), 4), ((1.0, 5, 0.55, 0.0), 3)]
+    scores = torch.tensor([[0.0, 2.0, 2.0, 2.0, 0.0, 2.0, 2.0, -math.inf]])
+    ranks = scores[0].argsort(descending=True, stable=True)
+    table = settings_of([(filters, LAST) for filters, _ in cuts], scores.shape[1])
+    drawn = draw_triton(scores.expand(len(cuts), -1).contiguous().to(triton_device), table.to(triton_device))
+    assert drawn.tolist() == [int(ranks[kept - 1]) for _, kept in cuts]
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_greedy_rows_take_the_first_of_the_best(triton_device: str, given: bool) -> None:
     scores = rows_of(5, MOST_COLUMNS + 100)
