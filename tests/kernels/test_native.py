@@ -133,6 +133,16 @@ def test_gated_linear(dtype, size, inputs, activation):
     )
 
 
+# ---------------------------------------------------------------------- rounding
+
+
+def test_a_result_between_two_bfloat16_numbers_is_rounded_as_by_torch() -> None:
+    """The activation of a gate this large is the gate. Many of the products lie in the middle of two numbers."""
+    gates = torch.arange(128, 256).to(BF16)
+    result = gated_act_native(torch.cat([gates, torch.full_like(gates, 1.5)]).view(1, -1), "silu")
+    assert torch.equal(result[0], (gates.float() * 1.5).to(BF16))
+
+
 # ---------------------------------------------------------------------- bit for bit
 
 
