@@ -140,6 +140,17 @@ def test_the_native_kernel_follows_the_rule(name: str, head_dim: int, dtype: tor
         assert_follows_the_rule(store, window, out, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_the_native_kernel_merges_tiles_of_columns(head_dim: int, dtype: torch.dtype) -> None:
+    """A tile's largest score may be far from the others'. Two threads divide the tiles of the longest sequence."""
+    for window in (None, 300):
+        store = Store.of([(1, 1300), (3, 513), (40, 530)], 16, (2, 1), head_dim=head_dim, dtype=dtype)
+        store.q *= 4
+        out = attend(store, window)
+        assert_follows_the_rule(store, window, out, tolerance=1e-5 if dtype == torch.float32 else 2e-2)
+
+
 # ---------------------------------------------------------------------- the paged kernel
 
 
