@@ -551,7 +551,7 @@ def test_blocks_on_disk_have_a_shade_of_their_own(tab: Tab, tmp_path: Path) -> N
         server.complete(prompt="Once upon a time " * 20, max_tokens=30, ignore_eos=True)
         eventually(lambda: server.counters()["tier_written_bytes"] > 0)
         server.complete(max_tokens=5)
-        tab.until("document.querySelector('.sv-memory-head').textContent.includes(' on disk')")
+        tab.until("/[1-9]\\d* of \\d+ on disk/.test(document.querySelector('.sv-memory-head').textContent)")
         assert any(each.startswith("on disk") for each in texts(tab, ".sv-legend span:not([hidden])"))
         shades = [
             tab.ask(f"getComputedStyle(document.querySelector('.steps-viewer .sv-{look}')).fill")
