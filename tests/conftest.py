@@ -39,8 +39,10 @@ if os.environ.get("INFER_NATIVE_KERNELS", "true").lower() not in ("false", "0"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# `make test` passes its level and its ARGS to every make below it. The makes that tests run must not see them.
-for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS", "MODEL", "PHASE"):
+# `make test` passes its level and its ARGS to every make below it. The makes that tests run must not see them, and
+# pytests that tests run must not see these tests' options.
+OURS = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS", "MODEL", "PHASE", "PYTEST_ADDOPTS")
+for variable in OURS:
     os.environ.pop(variable, None)
 
 
