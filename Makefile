@@ -79,7 +79,7 @@ help:
 	$(SHOWN_INSTALL) $(CPU_BUILD) -c constraints.txt torch numpy 'setuptools>=77'
 	@echo "2 of 2: the other packages, and the kernels beside them"
 	$(BIN)/python -m kernels.native & \
-	$(INSTALL) $(CPU_BUILD) -c constraints.txt --no-build-isolation -e . && wait
+	$(INSTALL) $(CPU_BUILD) -c constraints.txt --no-build-isolation -e . && wait $$!
 	touch $@
 
 .venv/full: .venv/base
