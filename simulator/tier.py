@@ -12,18 +12,25 @@ from phase11_tiered.tier import Tier
 from simulator.clock import VirtualClock
 
 
-class NoFile:
-    """Stands for a `BlockFile` of `places` blocks."""
+class Disk:
+    """Stands for a `BlockFile` of `places` blocks. Blocks are read one after the other, and written in no time.
+
+    Attributes:
+        idle_s: the time when the reads so far have ended.
+    """
 
     path = Path("no file")
 
-    def __init__(self, places: int, block_bytes: int) -> None:
+    def __init__(self, clock: VirtualClock, places: int, block_bytes: int, read_s: float) -> None:
         self.places, self.block_bytes = places, block_bytes
+        self.idle_s = 0.0
+        self._clock, self._read_s = clock, read_s
 
     def blocks(self) -> list[tuple[bytes, int]]:
         return []
 
     def read(self, place: int, key: bytes) -> bytearray:  # noqa: ARG002 - all blocks have the same contents
+        self.idle_s = max(self._clock(), self.idle_s) + self._read_s
         return bytearray(self.block_bytes)
 
     def write(self, place: int, key: bytes, data: memoryview) -> None:
@@ -44,8 +51,21 @@ class Due(Future[Any]):
         return self._clock() >= self._due_s
 
 
-class SimulatedTier(Tier, Executor):
-    """A tier without a thread. Blocks are read one after the other, and written in no time.
+class AtOnce(Executor):
+    """Calls each function at once, in place of a thread. It ends when the disk's reads so far have ended."""
+
+    def __init__(self, clock: VirtualClock, disk: Disk) -> None:
+        self._clock, self._disk = clock, disk
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        result = function(*arguments, **named)
+        ended = Due(self._clock, self._disk.idle_s)
+        ended.set_result(result)
+        return ended
+
+
+class SimulatedTier(Tier):
+    """A tier without a thread and a file.
 
     Args:
         clock: the engine's clock.
@@ -58,20 +78,12 @@ class SimulatedTier(Tier, Executor):
     def __init__(
         self, clock: VirtualClock, block_bytes: int, limit: int, *, block_s: float, bytes_s: float
     ) -> None:
-        file = NoFile(limit // (HEADER_BYTES + block_bytes), block_bytes)
-        super().__init__(cast(BlockFile, file), lambda blocks: [memoryview(b"")] * len(blocks), block_s)
+        read_s = block_bytes / bytes_s
+        disk = Disk(clock, limit // (HEADER_BYTES + block_bytes), block_bytes, read_s)
+        super().__init__(cast(BlockFile, disk), lambda blocks: [memoryview(b"")] * len(blocks), block_s)
         self.clock = clock
-        self.read_s = block_bytes / bytes_s
-        self._idle_s = 0.0
-        self._thread = self
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """Call a function at once. If it reads, it ends after the reads before it and the time of a read."""
-        if function == self._read:
-            self._idle_s = max(self.clock(), self._idle_s) + self.read_s
-        ended = Due(self.clock, self._idle_s)
-        ended.set_result(function(*arguments, **named))
-        return ended
+        self.read_s = read_s
+        self._thread = AtOnce(clock, disk)
 
     def _read(self, place: int, key: bytes) -> bytearray:
-        return self._file.read(place, key)
+        return self._file.read(place, key)  # it takes no real time, which the tier would measure
