@@ -118,7 +118,7 @@ class TieredPool(PrefixCachingPool):
         return super().counts() if self.tier is None else {**super().counts(), **self.tier.counts()}
 
     def load(self, blocks: Sequence[int]) -> list[memoryview]:
-        """Return copies of blocks: keys, then values, layer by layer."""
+        """Return a copy of each block's bytes: keys, then values, each [layers, block_size, kv_heads, head_dim]."""
         if not blocks:
             return []
         ids = torch.tensor(blocks, device=self.device)

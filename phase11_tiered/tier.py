@@ -139,7 +139,12 @@ class Tier:
         return reads
 
     def _read(self, place: int, key: bytes) -> bytearray:
-        """The thread calls."""
+        """Read a block, and measure how long that takes. The tier's thread calls this.
+
+        Raises:
+            DamagedBlockError: the place does not hold this block.
+            OSError: the disk failed.
+        """
         began_s = time.perf_counter()
         data = self._file.read(place, key)
         took_s = time.perf_counter() - began_s
@@ -147,6 +152,7 @@ class Tier:
         return data
 
     def _end_writes(self) -> None:
+        """Forget the blocks whose writes have failed, and count the others."""
         while self._writes and self._writes[0][1].done():
             key, write = self._writes.popleft()
             if error := write.exception():
