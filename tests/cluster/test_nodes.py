@@ -119,7 +119,7 @@ class Stream(threading.Thread):
 def test_a_node_that_is_lost_takes_only_the_streams_that_it_had_begun(nodes: Nodes) -> None:
     nodes.warm_up()
     streams = [Stream(nodes.url) for _ in range(STREAMS)]
-    eventually(lambda: sum(bool(stream.events) for stream in streams) >= 2 * SEATS)  # some of each replica
+    eventually(lambda: sum(bool(stream.events) for stream in streams) >= 2 * SEATS)  # both are full
     begun = [stream for stream in streams if stream.events]
     assert not any(stream.ended for stream in streams)
 
