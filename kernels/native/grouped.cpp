@@ -126,11 +126,13 @@ template <typename By, typename From, typename Finish>
 void multiply_all(
     const at::Tensor& x, const at::Tensor& bytes, const at::Tensor& table, int64_t together, const Finish& finish) {
   const Panel* panels = panels_of(table);
-  constexpr int64_t at_once = kRowsAtOnce / By::kRows * By::kRows;
   const int64_t sets = table.size(0) / together, inputs = x.size(1), count = x.size(0);
   const Blocks<typename By::T> blocks(
       x.const_data_ptr<From>(), x.stride(0), count, inputs, By::padded(count), By::slab(count));
-  const int64_t chunks = (count + at_once - 1) / at_once;
+  // Chunks of nearly equal size: threads take equal shares of tasks, and the last chunk must not be a small one.
+  const auto over = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t chunks = over(count, kRowsAtOnce / By::kRows * By::kRows);
+  const int64_t at_once = chunks ? over(over(count, chunks), By::kRows) * By::kRows : 0;
   at::parallel_for(0, chunks * sets, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[2 * kRowsAtOnce * kOutputs];
     By by;
