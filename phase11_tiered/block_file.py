@@ -10,8 +10,7 @@ data      place 0  one block: its keys and values in all layers
 A place's data is written before its header. If a write was interrupted, or the disk has changed a bit, the checksum
 is wrong, and the block counts as missing. So there is no journal, and nothing to repair.
 
-The checksum is a CRC-32 of the header's fields and of sums: one sum of the 64-bit words in each 4096 bytes of data.
-A flipped bit changes a sum. Sums take a seventh of the time of a CRC of all data, which would slow the passes down.
+The checksum is XXH3, of 64 bits. It takes a tenth of a CRC's time, which would be taken from the passes.
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ import itertools
 import os
 import struct
 import time
-import zlib
 from pathlib import Path
 
-import numpy as np
+from xxhash import xxh3_64_intdigest
 
 _FIELDS = struct.Struct("<32sQ")
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-_WORD = np.dtype(np.uint64)
-_SUM_BYTES = 4096  # of data, for each sum in the checksum
 
 
 class DamagedBlockError(Exception):
@@ -40,8 +36,8 @@ class DamagedBlockError(Exception):
 class BlockFile:
     """A locked, preallocated file for as many blocks of `block_bytes` bytes as `limit` bytes hold.
 
-    `block_bytes` is a multiple of 8. The file is the first file `NAME-NUMBER.kv` of a folder that is not open
-    elsewhere. A file of another size is emptied, since its places are elsewhere.
+    It is the first file `NAME-NUMBER.kv` of a folder that is not open elsewhere. A file of another size is emptied,
+    since its places are elsewhere.
 
     Raises:
         OSError: the file cannot be opened, or the disk is full.
@@ -115,6 +111,4 @@ class BlockFile:
 
 def _checked(fields: bytes, data: bytes | bytearray | memoryview) -> bytes:
     """Return a header: its fields and their checksum, which includes the data."""
-    words = np.frombuffer(data, _WORD)
-    sums = np.add.reduceat(words, range(0, len(words), _SUM_BYTES // _WORD.itemsize))  # modulo 2**64
-    return fields + _CHECKSUM.pack(zlib.crc32(sums.data, zlib.crc32(fields)))
+    return fields + _CHECKSUM.pack(xxh3_64_intdigest(data, seed=xxh3_64_intdigest(fields)))
