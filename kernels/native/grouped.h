@@ -187,6 +187,7 @@ struct Blocks {
 
 using Words = Vector<uint32_t>;
 typedef int8_t Bytes __attribute__((vector_size(sizeof(Words))));
+typedef uint16_t Halves __attribute__((vector_size(sizeof(Words))));
 
 // Returns numbers 4 step to 4 step + 3 of a register of outputs, in the order of `kInputOfByte`: a byte with a sign each.
 // word(i) is the word i of these outputs.
@@ -195,9 +196,13 @@ Words four_numbers(uint64_t step, Bytes zero, const Word& word) {
   if constexpr (bits == 8) return word(step);
   const uint64_t half = step / 4, w = step % 4;
   Words numbers = (word(w) >> 4 * half) & 0x0f0f0f0f;
-  for (int64_t bit = 4; bit < bits; ++bit) {
-    const Words plane = word(bit) >> (4 * w + half);  // bits 0 and 2 of each half are those of its two bytes
-    numbers |= (plane << bit & (0x00010001 << bit)) | (plane << (bit + 6) & (0x01000100 << bit));
+  if constexpr (bits > 4) {
+    // Bits 0 and 2 of each half belong to its two bytes. A product moves both to their places, and to others.
+    const auto plane = [&](int64_t bit) { return (word(bit) >> (4 * w + half)) & 0x00050005; };
+    Words further = plane(4);
+    if constexpr (bits > 5) further |= plane(5) << 1;
+    const auto moved = reinterpret_cast<Words>(reinterpret_cast<Halves>(further) * 0x0410);
+    numbers |= moved & (bits == 5 ? 0x10101010 : 0x30303030);
   }
   return reinterpret_cast<Words>(reinterpret_cast<Bytes>(numbers) - zero);
 }
