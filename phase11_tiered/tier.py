@@ -110,14 +110,11 @@ class Tier:
         missing = [node for node in nodes if node.digest not in self._places]
         taken = missing[: MOST_WRITES - len(self._writes)]
         self._counts["tier_skipped"] += len(missing) - len(taken)
-        blocks = []
         for node, data in zip(taken, self._load([node.block for node in taken]), strict=True):
             place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
             self._places[node.digest] = place
-            blocks.append((place, node.digest, data))
-        if blocks:  # together, so that the thread wakes up once
-            write = self._thread.submit(self._write, blocks)
-            self._writes.extend((node.digest, write) for node in taken)
+            write = self._thread.submit(self._file.write, place, node.digest, data)
+            self._writes.append((node.digest, write))
 
     def touch(self, path: Sequence[Node]) -> None:
         """Count the blocks of a text as used, the first one last: without it, the others cannot be used."""
@@ -153,11 +150,6 @@ class Tier:
         took_s = time.perf_counter() - began_s
         self.read_s = 0.8 * self.read_s + 0.2 * took_s if self.read_s else took_s
         return data
-
-    def _write(self, blocks: Iterable[tuple[int, bytes, memoryview]]) -> None:
-        """Write blocks, each with its place and its key. The tier's thread calls this. OSError: the disk failed."""
-        for place, key, data in blocks:
-            self._file.write(place, key, data)
 
     def _end_writes(self) -> None:
         """Forget the blocks whose writes have failed, and count the others."""
