@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import sys
+import threading
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +34,13 @@ MOST_READS = 32  # blocks of one request that are read and were not taken: they 
 BOUND_S = 0.5  # how much longer than computing them the reads of a request's blocks may take
 LATE = 10  # a disk that was late counts as so many times slower than computing
 FORGETTING = 0.9  # factor on the measured time of a read whenever reads are declined
+NICE = 10  # of the tier's thread: passes go first
+
+
+def _lower_priority() -> None:
+    """Give passes the cores before the calling thread: a pass waits for the slowest of its threads."""
+    if sys.platform == "linux":  # elsewhere, a priority is a process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Tier:
@@ -49,7 +59,7 @@ class Tier:
         self.read_s = 0.0  # seconds of a block's read, a moving average; 0: none was read
         self.clock = time.monotonic
         self._file, self._load = file, load
-        self._thread: Executor = ThreadPoolExecutor(1, "kv-tier")
+        self._thread: Executor = ThreadPoolExecutor(1, "kv-tier", _lower_priority)
         self._places = OrderedDict(file.blocks())  # key -> place, least recently used first
         self._free = list(set(range(file.places)) - set(self._places.values()))
         self._reads: WeakValueDictionary[bytes, Future[bytearray]] = WeakValueDictionary()
