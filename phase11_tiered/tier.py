@@ -17,7 +17,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ NICE = 10  # of the tier's thread: passes go first
 def _lower_priority() -> None:
     """Give passes the cores before the calling thread: a pass waits for the slowest of its threads."""
     if sys.platform == "linux":  # elsewhere, a priority is a process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.nice(NICE)
 
 
 class Tier:
