@@ -120,8 +120,10 @@ class TieredPool(PrefixCachingPool):
 
     def load(self, blocks: Sequence[int]) -> list[memoryview]:
         """Return a copy of each block's bytes: keys, then values, each [layers, block_size, kv_heads, head_dim]."""
+        if not blocks:
+            return []
         places, stores = blocks, [*self.k, *self.v]
-        if self.device.type == "cuda" and blocks:
+        if self.device.type == "cuda":
             ids = torch.tensor(blocks, device=self.device)
             places, stores = range(len(blocks)), [store[ids].cpu() for store in stores]
         # numpy copies once, and takes less than half the time of torch's gathering and stacking.
