@@ -130,9 +130,8 @@ void multiply_all(
   const Blocks<typename By::T> blocks(
       x.const_data_ptr<From>(), x.stride(0), count, inputs, By::padded(count), By::slab(count));
   // Chunks of nearly equal size: threads take equal shares of tasks, and the last chunk must not be a small one.
-  const auto over = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const int64_t chunks = over(count, kRowsAtOnce / By::kRows * By::kRows);
-  const int64_t at_once = chunks ? over(over(count, chunks), By::kRows) * By::kRows : 0;
+  const int64_t chunks = at::divup(count, kRowsAtOnce / By::kRows * By::kRows);
+  const int64_t at_once = chunks ? at::divup(at::divup(count, chunks), By::kRows) * By::kRows : 0;
   at::parallel_for(0, chunks * sets, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[2 * kRowsAtOnce * kOutputs];
     By by;
