@@ -32,6 +32,9 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__, "pytest"])
 # torch reads it when it is imported. Test workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The fork server imports this, too. `EngineProcess` blocks signals while it starts a process. Had that started the
+# fork server, no server forked from it later would ever see a SIGTERM.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, process.IGNORED_SIGNALS)
 
 T = TypeVar("T")
 
