@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -166,6 +167,9 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
     assert config.max_seq_len is not None
     check_memory(config, checkpoint.config, dtype, device, weights=weights)
     tokenizer = checkpoint.tokenizer(config.chat_template)
+    if config.chat_template is not None:  # the checkpoint knows the end tokens of its own template only
+        ends = checkpoint.config.eos_token_ids | _ends_of_turn(tokenizer)
+        checkpoint.config = dataclasses.replace(checkpoint.config, eos_token_ids=ends)
     if config.escape_special_tokens:
         tokenizer.escape_special_tokens()
     started = time.perf_counter()
@@ -203,6 +207,13 @@ def _load(checkpoint: Checkpoint, config: ConfigT) -> tuple[ConfigT, CausalLM, T
         seconds,
     )
     return config, model, tokenizer
+
+
+def _ends_of_turn(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the id of the token that the chat template writes after an answer, if there is one."""
+    added = {token.content: i for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    end = None if tokenizer.chat_template is None else tokenizer.chat_template.end_of_turn(added)
+    return frozenset(i for text, i in added.items() if text == end and i < tokenizer.vocab_size)
 
 
 def _run_every_kind_of_pass(model: CausalLM) -> None:

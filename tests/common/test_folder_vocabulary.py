@@ -11,6 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.models.registry import open_checkpoint
+from common.startup.phases import find_phase
+from tests.support.gguf_files import save_gguf
 from tests.support.models import ZOO_NAMES, save_tiny, zoo
 from tests.support.strings import strings
 
@@ -86,6 +88,20 @@ def test_where_an_answer_ends(
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.config.eos_token_ids == ends
     assert ("eos_token" in str(checkpoint.unused)) == ("<|none of them|>" in str(config))
+
+
+@pytest.mark.parametrize("form", ["folder", "GGUF"])
+def test_a_template_of_ones_own_says_where_an_answer_ends(form: str, tmp_path: Path) -> None:
+    """A base model, whose EOS no chat message ends with, gets a template in the form ChatML."""
+    model = folder_of(tmp_path, "qwen3-tiny", {"eos_token": "<|endoftext|>"}, vocab_size=1000)
+    (model / "chat_template.jinja").unlink()
+    if form == "GGUF":
+        model = save_gguf(model, tmp_path / "model.gguf", tokenizer="qwen3-tiny")
+    end = AutoTokenizer.from_pretrained(zoo("qwen3-tiny")).convert_tokens_to_ids("<|im_end|>")
+    package = find_phase("static")
+    for template, is_end in ((None, False), (Path(__file__).parent / "templates" / "chatml.jinja", True)):
+        config = package.Config(model=str(model), chat_template=template, device="cpu", dtype="float32")
+        assert (end in package.build_engine(config).maker.facts.eos_token_ids) == is_end
 
 
 def test_what_is_not_used_is_named(tmp_path: Path) -> None:
