@@ -21,6 +21,6 @@ WORKDIR /home/infer
 VOLUME /home/infer/.cache
 EXPOSE 8009
 HEALTHCHECK --start-period=2m --interval=10s \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8009/health', timeout=5)"]
+    CMD ["python", "-c", "from urllib.request import *; build_opener(ProxyHandler({})).open('http://127.0.0.1:8009/health', timeout=5)"]
 ENTRYPOINT ["infer"]
 CMD ["serve", "9", "--host", "0.0.0.0"]

@@ -27,6 +27,7 @@ from benchmarks.workloads import CHAT_WORKLOADS, WORKLOADS, PromptWriter, Worklo
 from common.errors import StartupError
 from common.models.presets import PRESETS
 from common.models.registry import open_checkpoint
+from common.startup.console import replace_unknown_characters
 from common.startup.phases import phase_names
 
 PLOTS = Path("docs/assets/plots")
@@ -36,6 +37,7 @@ DTYPES = ["auto", "float32", "bfloat16", "float16"]
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m benchmarks") -> int:
     """Run the command line. Returns the exit code: 0 only if the command succeeded and every run is complete."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    replace_unknown_characters()
     console = Console()
     try:
         if words[:1] == ["micro"]:  # `micro` makes its options from the signature of a function

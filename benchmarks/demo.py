@@ -33,6 +33,7 @@ from benchmarks.workloads import Lengths, PlannedRequest, PromptWriter, Workload
 from common.errors import StartupError
 from common.models.fetch import FETCHABLE, fetch
 from common.models.registry import open_checkpoint
+from common.startup.console import replace_unknown_characters
 from common.startup.phases import find_phase, phase_names
 
 WRITER_MODEL = "zoo:llama-tiny"
@@ -75,7 +76,7 @@ async def stream_all(endpoint: Endpoint) -> list[tuple[AnswerReader, RequestReco
     requests = [PlannedRequest(index, 0.0, text, 0, MOST_TOKENS) for index, text in enumerate(PROMPTS)]
     records = [new_record(request) for request in requests]
     origin_s = time.monotonic()
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         sends = [
             send(client, endpoint, request, record, origin_s=origin_s)
             for request, record in zip(requests, records, strict=True)
@@ -126,7 +127,7 @@ def chat(phase: str, model: str, console: Console) -> None:
     path = "/openai/v1/chat/completions" if chats else "/openai/v1/completions"
     with (
         open_server(phase_target(phase, Setup(model=model))) as server,
-        httpx.stream("POST", server.url + path, json=body, timeout=120) as response,
+        httpx.stream("POST", server.url + path, json=body, timeout=120, trust_env=False) as response,
     ):
         response.raise_for_status()
         for line in response.iter_lines():
@@ -177,6 +178,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m bench
         "--model", help=f"a real model: {' or '.join(FETCHABLE)}, which is fetched, or any name"
     )
     options = parser.parse_args(arguments)
+    replace_unknown_characters()
     console = Console()
     try:
         names = options.phases.split(",") if options.phases else phase_names()

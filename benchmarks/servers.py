@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +26,12 @@ START_TIMEOUT_S = 600.0  # a large checkpoint from a slow disk takes minutes
 STOP_TIMEOUT_S = 45.0  # longer than a server's own --shutdown-timeout
 LOG_LINES = 200
 
-_URL = re.compile(r"http://[\w.\-]+:[1-9]\d*")
+#: Variables of the shell that concern other servers: with them, a started server would want a key that nobody sends
+#: it, or listen elsewhere.
+FOREIGN_VARIABLES = (
+    *("INFER_API_KEY", "INFER_UDS", "INFER_SSL_CERTFILE", "INFER_SSL_KEYFILE"),
+    *("VLLM_API_KEY", "LLAMA_API_KEY"),
+)
 
 Options = dict[str, str]  # long options without their dashes; a flag's value is empty
 
@@ -148,8 +153,6 @@ def phase_target(name: str, setup: Setup, variant: Options | None = None, place:
         "seed": "0",
         "generation-config": "none",  # requests are greedy: a model's repetition_penalty would change their tokens
         "max-seq-len": str(setup.max_seq_len),
-        "host": "127.0.0.1",
-        "port": "0",
     }
     options |= memory_options(number, setup)
     for key in ("all", str(number)):
@@ -184,7 +187,7 @@ class RunningServer:
     """A server's process, from start to stop. Use it in a `with` statement.
 
     Args:
-        target: how to start the server.
+        target: how to start the server. It gets `--host` and `--port` in addition: a free port of this machine.
         start_timeout_s: seconds until the server must answer.
         stop_timeout_s: seconds after SIGTERM until the server is killed.
         own_group: start the server in a process group of its own, which Ctrl-C in the terminal does not reach.
@@ -212,7 +215,6 @@ class RunningServer:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._process_group = 0 if own_group else None
-        self._announced = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
@@ -230,10 +232,13 @@ class RunningServer:
         """Start the server's process, unless it was started before. Returns at once."""
         if self._process is not None:
             return
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
         # A thread reads stderr all the time: a full pipe would block the server in the middle of a run.
         self._process = subprocess.Popen(
-            self.target.command,
-            env={**os.environ, **self.target.environment},
+            [*self.target.command, "--host", "127.0.0.1", "--port", str(port)],
+            env={**inherited, **self.target.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -294,19 +299,12 @@ class RunningServer:
         assert self._process is not None
         assert self._process.stderr is not None
         with self._process.stderr as lines:
-            for line in lines:
-                self.log.append(line.rstrip())
-                match = _URL.search(line)
-                if match and not self.url:
-                    self.url = match[0].replace("0.0.0.0", "127.0.0.1")
-                    self._announced.set()
-        self._announced.set()  # the server has ended, and will print no address
+            self.log.extend(line.rstrip() for line in lines)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
-        self._announced.wait(self._start_timeout_s)
         with httpx.Client(timeout=5.0, trust_env=False) as client:
-            while time.monotonic() < deadline and self.url and self.exit_code is None:
+            while time.monotonic() < deadline and self.exit_code is None:
                 if self._is_healthy(client):
                     self.model = served_model(client, self.url)
                     self.version = server_version(client, self.url)
@@ -345,6 +343,14 @@ class ForeignServer(RunningServer):
 def open_server(target: Target) -> RunningServer:
     """Return a context manager for a target's server. It starts and stops the server, unless `url` is given."""
     return ForeignServer(target) if target.url else RunningServer(target)
+
+
+def free_port() -> int:
+    """Return a port of this machine at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def served_model(client: httpx.Client, url: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from common.startup.console import replace_unknown_characters
+
 USAGE = """\
 usage: infer serve PHASE [options]      serve a phase; infer serve --help lists the options
        infer cluster [options]          serve replicas of a phase behind one address, on Ray
@@ -24,6 +26,7 @@ usage: infer serve PHASE [options]      serve a phase; infer serve --help lists 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns its exit code, or exits with it; 2 for an unknown command."""
+    replace_unknown_characters()
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:  # imports take seconds, so `_run` does them: Ctrl-C is caught here

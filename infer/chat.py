@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import signal
@@ -30,6 +29,7 @@ import httpx
 from common.errors import StartupError
 
 DEFAULT_MODEL = "zoo:llama-tiny"
+ADDRESS = {"--host", "--port", "--uds", "--ssl-certfile", "--ssl-keyfile"}  # options of a server for others
 CONNECT_S = 10.0  # a server that listens accepts a connection far sooner; its first token may take minutes
 
 HELP = """\
@@ -266,15 +266,12 @@ def main(arguments: Sequence[str]) -> int:
     options, further = _parser().parse_known_args(arguments)
     if options.url and further:
         _parser().error(f"with --url there is no option {further[0]}")
+    for option in (word.partition("=")[0] for word in further):
+        if option in ADDRESS:
+            _parser().error(f"there is no option {option}: the server that is started is for this chat only")
     sampling = {name: getattr(options, name) for name in ("temperature", "max_tokens", "seed")}
     for number in (signal.SIGTERM, signal.SIGHUP):  # a server that was started for the chat ends with it
         signal.signal(number, _exit)
-    for file in (
-        sys.stdin,
-        sys.stdout,
-    ):  # characters that the terminal's encoding lacks become question marks
-        if isinstance(file, io.TextIOWrapper):
-            file.reconfigure(errors="replace")
     try:
         with _server(options, further) as url, _client(url, options.api_key) as client:
             model = options.model if options.url and options.model else _first_model(client)
@@ -338,10 +335,9 @@ def _server(options: argparse.Namespace, further: Sequence[str]) -> Iterator[str
     from common.startup.phases import phase_names
 
     phase = options.phase or phase_names()[-1]
-    os.environ.pop("INFER_API_KEY", None)  # the started server serves this chat only: it needs no key
     model = options.model or DEFAULT_MODEL
     command = [sys.executable, "-m", "infer", "serve", phase, "--model", model]
-    command += ["--host", "127.0.0.1", "--port", "0", *further]
+    command += further
     say(f"starting {phase} with {model} …")
     # In a process group of its own: Ctrl-C stops an answer, not the server.
     target = Target(f"infer serve {phase}", 0, None, {}, program=tuple(command))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,9 +32,10 @@ def test_the_server_starts_with_its_words_and_is_healthy() -> None:
     process = ServerProcess(phase, *options, command=(infer, command, phase))
     check = [sys.executable, *words("HEALTHCHECK .* CMD")[1:]]
     here = [word.replace(":8009/", f":{process.client.base_url.port}/") for word in check]
+    behind_a_proxy = os.environ | {"http_proxy": "http://127.0.0.1:9"}
     try:
         assert here != check
-        assert subprocess.run(here, check=False).returncode == 0
+        assert subprocess.run(here, env=behind_a_proxy, check=False).returncode == 0
         process.complete(max_tokens=8, temperature=1, seed=3, logit_bias={"5": 1}, logprobs=1)
         front, engine = process.process.pid, engine_of(process.process.pid).pid
         loaded = [b"libtorch" in Path(f"/proc/{number}/maps").read_bytes() for number in (front, engine)]

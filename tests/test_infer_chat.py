@@ -246,6 +246,12 @@ def test_a_pipe_is_one_question(server: ServerProcess) -> None:
             "with --url there is no option --block-size",
         ),
         ("hi", ["--url", "http://[::1"], 1, "error: --url http://[::1: "),
+        (
+            "hi",
+            ["--port=9000"],
+            2,
+            "there is no option --port: the server that is started is for this chat only",
+        ),
         ("hi", ["--url", "URL", "--model", "nobody"], 1, "error: model 'nobody' is not served"),
         ("\n", ["--url", "URL"], 1, "error: there is no question in the input"),
     ],

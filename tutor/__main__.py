@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from common.errors import StartupError
+from common.startup.console import replace_unknown_characters
 from tutor.emptying import set_up
 from tutor.exercise import Exercise, load_exercise, shown
 from tutor.judging import TEST_TIMEOUT_S, judge, report
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.add_argument("exercise", help="number of a phase, or kernel")
         sub.set_defaults(command=command)
     options, more = parser.parse_known_args(arguments)
+    replace_unknown_characters()
     try:
         code: int = options.command(load_exercise(options.exercise), more)
     except StartupError as error:

@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-seq-len", type=int, default=4096, help="longest sequence, in tokens")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.model)
     device = resolve_device(options.device)
@@ -117,7 +119,7 @@ def main() -> None:
     # uvicorn shuts down, then raises the signal once more. With this handler, the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     app = create_app(loop_of(model), options.model)
-    uvicorn.run(app, host="127.0.0.1", port=0, access_log=False)  # uvicorn prints the address
+    uvicorn.run(app, host=options.host, port=options.port, access_log=False)  # uvicorn prints the address
 
 
 if __name__ == "__main__":

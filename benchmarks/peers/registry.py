@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -72,8 +71,6 @@ def _vllm(setup: Setup, folder: str) -> Target:
             "max-num-seqs": str(setup.slots * SEQUENCES_PER_SLOT),
             "generation-config": "vllm",  # vLLM's own sampling defaults, not the checkpoint's
             "enable-prefix-caching": "",  # vLLM's default, given so that results show it
-            "host": "127.0.0.1",
-            "port": str(_free_port()),
         },
         # Folders are not among the options: results keep options, and should not show a user's folders.
         program=(str(python), "-P", "-m", VLLM_SERVER, "--model", str(weights.folder)),
@@ -123,16 +120,7 @@ def _llama_server(setup: Setup, program: str) -> Target:
         # Only as many sequences as fit at full length: llama-server fails a request whose memory runs out.
         "parallel": str(setup.slots),
         "threads": str(len(os.sched_getaffinity(0))),
-        "host": "127.0.0.1",
-        "port": str(_free_port()),
     }
     # Neither the program nor the file is among the options: results should not show a user's folders.
     command = (found, "--model", str(checkpoint.file.path))
     return Target("llama.cpp", FIRST_PEER + 2, module=None, options=options, program=command)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

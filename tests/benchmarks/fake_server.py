@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--deaf", type=int, help="1: SIGTERM is not heard")
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--port", type=int)
     options, _ = parser.parse_known_args()
     if options.trace is not None:
         options.trace.write_text("traced")
@@ -244,9 +245,8 @@ def main() -> None:
 
     async def serve() -> None:
         script = Script(options.first, options.gap, die_after=options.die_after, limit=options.limit)
-        server = await asyncio.start_server(FakeApp(script).handle, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        print(f"ready: fake at http://127.0.0.1:{port}", file=sys.stderr, flush=True)
+        server = await asyncio.start_server(FakeApp(script).handle, "127.0.0.1", options.port)
+        print("ready:", server.sockets[0].getsockname(), file=sys.stderr, flush=True)
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(15, (lambda: None) if options.deaf else stop.set)
         await stop.wait()

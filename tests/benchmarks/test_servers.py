@@ -53,7 +53,7 @@ def test_every_phase_has_the_same_memory_model_and_seed() -> None:
     setup = Setup(model="dummy:llama-60m", slots=8, max_seq_len=4096)
     targets = [phase_target(name, setup) for name in ("4", "5", "6", "7", "12")]
     assert {kv_tokens(target.options) for target in targets} == {32_768}
-    for key, value in (("model", "dummy:llama-60m"), ("seed", "0"), ("max-seq-len", "4096"), ("port", "0")):
+    for key, value in (("model", "dummy:llama-60m"), ("seed", "0"), ("max-seq-len", "4096")):
         assert {target.options[key] for target in targets} == {value}
     assert [target.label for target in targets] == ["phase 4", "phase 5", "phase 6", "phase 7", "phase 12"]
     # An unknown phase is started like the phase before it.
@@ -97,6 +97,18 @@ def test_a_server_is_started_asked_and_stopped() -> None:
         assert (server.model, server.version, server.exit_code) == ("fake", None, None)
     assert server.exit_code == 0
     assert any("ready" in line for line in server.log)
+
+
+@pytest.mark.slow
+def test_a_server_is_found_whatever_the_shell_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It logs no address, and gets no key, socket or certificate that the shell names for another server."""
+    monkeypatch.setenv("INFER_LOG_LEVEL", "error")
+    monkeypatch.setenv("INFER_API_KEY", "of another server")
+    monkeypatch.setenv("INFER_UDS", str(tmp_path / "socket"))
+    monkeypatch.setenv("INFER_SSL_CERTFILE", str(tmp_path / "certificate"))
+    target = phase_target("4", Setup(model="zoo:llama-tiny", max_seq_len=128))
+    with RunningServer(target, start_timeout_s=60.0) as server:
+        assert (server.model, list(server.log)) == ("zoo:llama-tiny", [])
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
