@@ -358,6 +358,19 @@ def test_a_model_in_parts_is_found_by_its_folder_and_by_each_part(tmp_path: Path
     assert "its name does not tell the others'" in refusal_of(load, folder / "renamed.gguf")
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_model_whose_parts_were_merged_is_one_file(count: int, tmp_path: Path) -> None:
+    """llama.cpp's `gguf-split --merge` sets `split.count` to 0, and leaves the other entries."""
+
+    def merged(writer: gguf.GGUFWriter, tensors: dict[str, Tensor]) -> None:
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(tensors))
+
+    expected, ids = solo_logits(load(save(tmp_path)), draw_ids(20)), draw_ids(20)
+    assert torch.equal(solo_logits(load(save(tmp_path, change=merged)), ids), expected)
+
+
 # ---------------------------------------------------------------------- tokenizers
 
 

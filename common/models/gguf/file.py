@@ -135,7 +135,7 @@ class GGUFFile:
                 in `READABLE`. Or a part is missing, or is not from the same model.
         """
         file = cls._open_one(path)
-        if file.metadata.get("split.count", 1) == 1:
+        if file.metadata.get("split.count", 1) in (0, 1):  # `gguf-split --merge` writes 0
             return file
         parts = [cls._open_one(part) for part in _parts_of(file)]
         tensors: dict[str, GGUFTensor] = {}
