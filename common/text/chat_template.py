@@ -71,6 +71,7 @@ class ChatTemplate:
         _count_loops(program, self._environment)
         self._template = self._environment.from_string(program)
         self._special_tokens = dict(special_tokens)
+        self._first = ""
         self._escaped: re.Pattern[str] | None = None
         self._accepts = Accepts.of(source, self._try)
 
@@ -140,6 +141,10 @@ class ChatTemplate:
     def reads(self, variable: str) -> bool:
         """Return whether the program reads the variable named `variable` and does not set it itself."""
         return variable in self._variables
+
+    def begin_with(self, token: str) -> None:
+        """From now on, put `token` before each text that does not begin with it."""
+        self._first = self.for_tools._first = token
 
     def escape(self, special_tokens: Iterable[str]) -> None:
         """From now on, mark these special tokens with `BREAK` where messages, tools or variables spell them."""
@@ -233,13 +238,14 @@ class ChatTemplate:
         given = {**self._special_tokens, **(variables or {})}
         try:
             self._environment.start_clock()
-            return self._template.render(
+            text = self._template.render(
                 messages=messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **given,
             )
+            return text if text.startswith(self._first) else self._first + text
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the model's chat template says: {error}", param="messages") from None
         except _TooSlowError:

@@ -31,6 +31,7 @@ from common.models.gguf.groups import KINDS
 from common.models.gguf.tokenizer import GGUFVocabulary
 from common.models.layers import CausalLM, Linear, rope_frequencies
 from common.models.registry import open_checkpoint, weight_bytes
+from common.models.tokenizer_files import open_tokenizer
 from common.request import SamplingParams
 from common.startup.phases import find_phase
 from common.text.tokenizer import Tokenizer
@@ -445,6 +446,32 @@ def test_first_and_last_tokens(
     tokenizer = vocabulary.backend()
     text = tokenizer.encode("a fox", add_special_tokens=False).ids
     assert tokenizer.encode("a fox").ids == [*bos, *text]
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("written", ["", "{{ bos_token }}", "<s>"])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_a_conversation_begins_with_bos_once_if_texts_do(
+    add_bos: bool | None, written: str, as_file: bool, tmp_path: Path
+) -> None:
+    """As in llama.cpp. Without an entry, SentencePiece's texts begin with BOS."""
+    writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
+    add_sentencepiece(writer, train_sentencepiece(spaces_last=False), add_bos_token=add_bos)
+    source = written + "{% for each in messages %}[INST] {{ each.content }} [/INST]{% endfor %}"
+    writer.add_chat_template(
+        [{"name": "default", "template": source}, {"name": "tool_use", "template": source}]
+    )
+    finish(writer)
+    (tmp_path / "own.jinja").write_text(source)
+    own = tmp_path / "own.jinja" if as_file else None
+    tokenizer = open_tokenizer(tmp_path / "v.gguf", vocab_size=1000, chat_template=own)
+    assert tokenizer.chat_template is not None
+    begins = [1] * (written != "" or add_bos is not False)
+    for template in (tokenizer.chat_template, tokenizer.chat_template.for_tools):
+        ids = tokenizer.encode(
+            template.render([{"role": "user", "content": "a fox"}]), add_special_tokens=False
+        )
+        assert ids == [*begins, *tokenizer.encode("[INST] a fox [/INST]", add_special_tokens=False)]
 
 
 # ---------------------------------------------------------------------- broken files

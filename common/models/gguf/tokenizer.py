@@ -139,6 +139,9 @@ class GGUFVocabulary:
     def chat_template(self, file: Path | None = None) -> ChatTemplate | None:
         """Return the chat template in `file`. Without `file`, return the GGUF file's own, or None if it has none.
 
+        If the tokenizer adds BOS to texts, BOS is put before a conversation whose template does not write it.
+        llama.cpp does so, and tools that write GGUF files count on it: they remove BOS from the template.
+
         Raises:
             StartupError: the template cannot be read or is not a template, or the entry of a special token, such
                 as BOS, names no token.
@@ -146,8 +149,12 @@ class GGUFVocabulary:
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         tokens = {f"{name}_token": self._token(key) for name, key in names.items()}
         special = {name: token for name, token in tokens.items() if token is not None}
-        if file is not None:
-            return ChatTemplate.from_file(file, special)
+        template = self._own_template(special) if file is None else ChatTemplate.from_file(file, special)
+        if template is not None and (bos := self._added_bos()) is not None:
+            template.begin_with(bos)
+        return template
+
+    def _own_template(self, special: dict[str, str]) -> ChatTemplate | None:
         for_tools: ChatTemplate | None = None
         source = self._source(f"tokenizer.chat_template.{FOR_TOOLS}")
         if source is not None:
@@ -262,17 +269,21 @@ class GGUFVocabulary:
         return {token: index for index, token in enumerate(tokens)}
 
     def _add_bos_and_eos(self, tokenizer: Tokenizer) -> None:
-        """Make the tokenizer add BOS and EOS to every text, if the file's entries say so.
-
-        Without an entry, BOS is added by the tokenizers for which llama.cpp adds it, and EOS by none.
-        """
-        by_default = self._entry("model") == "llama" or self._entry("pre") == "llama-bpe"
-        bos = self._token("bos") if self._entry("add_bos_token", by_default) else None
+        """Make the tokenizer add BOS and EOS to every text, if the file's entries say so. By default, no EOS."""
+        bos = self._added_bos()
         eos = self._token("eos") if self._entry("add_eos_token", False) else None
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[token for token in (bos, "$A", eos) if token is not None],
             special_tokens=[(token, self._tokens.index(token)) for token in (bos, eos) if token is not None],
         )
+
+    def _added_bos(self) -> str | None:
+        """Return the token BOS if the tokenizer adds it to every text.
+
+        Without an entry that says so, it is added by the tokenizers for which llama.cpp adds it.
+        """
+        by_default = self._entry("model") == "llama" or self._entry("pre") == "llama-bpe"
+        return self._token("bos") if self._entry("add_bos_token", by_default) else None
 
 
 def _merges(scores: dict[str, float], ids: Container[str]) -> list[tuple[str, str]]:
