@@ -188,7 +188,8 @@ class ChatTemplate:
                 to what the template accepts (`common.text.conversation.adapted`).
             add_generation_prompt: end with the tokens that precede an answer.
             continue_final_message: end within the last message, so that the model continues it. If both are None,
-                a last message of the assistant is continued, and any other one is answered.
+                a last message of the assistant is continued, and any other one is answered. To continue an empty
+                message is to begin one.
             variables: further variables of the template.
             tools: functions that the model may call, as OpenAI's field has them.
 
@@ -205,6 +206,8 @@ class ChatTemplate:
         if not goes_on:
             return self._write(told, begins, variables, tools)
         last, marked = _marked(told[-1])
+        if continue_final_message is None and not last.strip() and len(told) > 1:
+            return self._write(told[:-1], True, variables, tools) + last
         text = _cut(self._write([*told[:-1], marked], begins, variables, tools), last)
         if text is not None:
             return text

@@ -203,6 +203,16 @@ def test_an_assistants_last_message_is_continued_unless_told_otherwise() -> None
     assert hidden.render([QUESTION, ANSWER]) == QUESTION["content"] + ">"
 
 
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_to_continue_an_empty_answer_is_to_begin_one(name: str) -> None:
+    expected = theirs(TEMPLATES[name]).apply_chat_template(
+        as_read(name, [QUESTION]), tokenize=False, add_generation_prompt=True
+    )
+    for content in ("", []):
+        begun = [QUESTION, {"role": "assistant", "content": content}]
+        assert ChatTemplate(TEMPLATES[name], SPECIAL).render(begun) == expected
+
+
 @pytest.mark.slow
 def test_a_template_that_takes_too_long_is_ended() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
