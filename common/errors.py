@@ -22,6 +22,10 @@ class InvalidPromptError(InvalidRequestError):
     """The prompt is empty, or names tokens that do not exist."""
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or a prompt and its new tokens, are longer than a request may be."""
+
+
 class InvalidGrammarError(InvalidRequestError):
     """The grammar cannot be used. For example, it is malformed, matches no text, or takes too much time."""
 

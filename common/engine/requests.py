@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from common.constrained.allowed_tokens import AllowedTokens
 from common.constrained.grammar import GrammarCompiler, Matcher
 from common.engine.config import EngineConfig
-from common.errors import InvalidPromptError, InvalidRequestError
+from common.errors import ContextLengthError, InvalidPromptError, InvalidRequestError
 from common.request import Request, SamplingParams
 from common.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -142,8 +142,9 @@ class RequestMaker:
 
         Raises:
             InvalidPromptError: the prompt is empty, or has token ids outside the vocabulary.
-            InvalidRequestError: prompt and `max_new_tokens` are too long, a parameter names an unknown token, no
-                token may be sampled, or the priority is not 0 and this phase has no priorities.
+            ContextLengthError: the prompt, or the prompt with `max_new_tokens`, is too long.
+            InvalidRequestError: `max_new_tokens` leaves no room for any prompt, a parameter names an unknown token,
+                no token may be sampled, or the priority is not 0 and this phase has no priorities.
             InvalidGrammarError, ShuttingDownError: as `GrammarCompiler.new_matcher`.
             EngineDeadError: compiling needs the engine's process, and it has ended.
         """
@@ -179,8 +180,9 @@ class RequestMaker:
         """Return the token ids of a prompt's text. Any thread may call this.
 
         Raises:
-            InvalidRequestError: the text is so long that prompt and `new_tokens` exceed the limit in any case.
+            ContextLengthError: the text is so long that prompt and `new_tokens` exceed the limit in any case.
                 Nothing was tokenized.
+            InvalidRequestError: `new_tokens` leave no room for any prompt.
         """
         self._check_length(self.tokenizer.min_tokens(text), new_tokens, exact=False)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
@@ -220,13 +222,18 @@ class RequestMaker:
         return allowed
 
     def _check_length(self, prompt_tokens: int, new_tokens: int, *, exact: bool = True) -> None:
-        """Raise InvalidRequestError if a request is too long. Unless `exact`, `prompt_tokens` is a lower bound."""
+        """Raise an error if a request is too long. Unless `exact`, `prompt_tokens` is a lower bound.
+
+        Agents shorten a conversation if they know the refusal by its text, which has Anthropic's words (`prompt is
+        too long: …`), and those of OpenAI and vLLM (`maximum context length is …`).
+        """
         limit = self.facts.max_request_tokens
         at_least = "" if exact else "at least "
+        most = f"This model's maximum context length is {limit} tokens on this server"
         if prompt_tokens >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {at_least}{prompt_tokens} tokens; at most {limit - 1} leave room for an answer "
-                f"within this server's {limit}",
+            raise ContextLengthError(
+                f"prompt is too long: {at_least}{prompt_tokens} tokens > {limit - 1} maximum. {most}, of which "
+                "an answer needs one",
                 param="prompt",
             )
         if new_tokens >= limit:
@@ -235,9 +242,10 @@ class RequestMaker:
                 param="max_tokens",
             )
         if prompt_tokens + new_tokens > limit:
-            raise InvalidRequestError(
-                f"a prompt of {at_least}{prompt_tokens} tokens and max_tokens {new_tokens} make "
-                f"{at_least}{prompt_tokens + new_tokens}; this server holds {limit} a request",
+            raise ContextLengthError(
+                f"{most}. However, you requested {new_tokens} output tokens (max_tokens) and your prompt contains "
+                f"{at_least}{prompt_tokens} input tokens, for a total of {at_least}{prompt_tokens + new_tokens} "
+                "tokens",
                 param="max_tokens",
             )
 

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from common.errors import (
+    ContextLengthError,
     EngineDeadError,
     GrammarFailedError,
     InvalidPromptError,
@@ -193,6 +194,8 @@ def from_exception(error: Exception) -> ApiError:
             return error
         case InvalidPromptError():
             return ApiError(400, str(error), param=error.param, code="invalid_prompt")
+        case ContextLengthError():
+            return ApiError(422, str(error), param=error.param, code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(422, str(error), param=error.param, code="invalid_value")
         case QueueFullError():

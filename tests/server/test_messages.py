@@ -267,6 +267,7 @@ BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"messages": []}, "messages"),
         ({"stop_sequences": 5}, "stop_sequences"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"system": "word " * 5000}, "prompt is too long: at least "),
         ({"n": 2}, "n"),
         ({"model": "claude"}, "zoo:llama-tiny"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "'f'"),

@@ -119,23 +119,13 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     ],
 }
 
-#: Requests for more tokens than the server holds, which is 1,024, and for more choices than its queue holds. A long
-#: text is refused before it is tokenized, so the message has a bound on its tokens, not their number.
+#: Requests for more tokens or choices than the server holds, whatever their prompt.
 TOO_MUCH: list[tuple[dict[str, Any], str, str]] = [
     (
         {"max_tokens": 1024},
         "max_tokens",
         "max_tokens 1024 leaves no room for a prompt; this server holds 1024 ",
     ),
-    (
-        {"prompt": [5] * 1000, "max_tokens": 25},
-        "max_tokens",
-        "a prompt of 1000 tokens and max_tokens 25 make 1025",
-    ),
-    ({"prompt": "word " * 200, "max_tokens": 1020}, "max_tokens", "a prompt of at least "),
-    ({"prompt": "word " * 10_000}, "prompt", "the prompt has at least "),
-    ({"prompt": [5] * 1500, "truncate_prompt_tokens": 1024}, "prompt", ""),
-    ({"prompt": [5] * 1500, "truncate_prompt_tokens": 1020, "max_tokens": 5}, "max_tokens", ""),
     ({"prompt": ["a"] * 65}, "prompt", ""),
     ({"prompt": ["a"] * 5, "n": 16}, "n", "takes, 64 (its option --max-waiting-requests)"),
     ({"max_tokens": 0}, "max_tokens", ""),
@@ -210,7 +200,6 @@ CONVERSATIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": said("1", tool_calls=[CALL])}, "messages[0].tool_calls", "assistant"),
     ({"messages": said([IMAGE])}, "messages[0].content[0].type", "implemented: 'text'"),
     ({"messages": said([{"type": "x" * 5000}])}, "messages[0].content[0].type", "xxx…' is refused"),
-    ({"messages": said("w o r d " * 600), "max_tokens": None}, "messages", ""),
     ({"max_tokens": None, "min_tokens": 1020}, "min_tokens", ""),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", ""),
     ({"top_logprobs": 2}, "top_logprobs", ""),
@@ -257,7 +246,6 @@ ITEMS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [OUTPUT, CALLED]}, "input[0].call_id", "no function_call before it"),
     ({"input": [CALLED, OUTPUT | {"call_id": "c2"}]}, "input[1].call_id", "c2"),
     ({"input": []}, "input", "at least 1 item"),
-    ({"input": "word " * 5000}, "input", "tokens"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "input", "no item in it"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "web_search"),
@@ -286,6 +274,30 @@ ITEMS: list[tuple[dict[str, Any], str, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
 ]
 
+#: By route: prompts that are too long, alone or with `max_tokens`, for a server that holds 1,024 tokens. A long
+#: text is refused before it is tokenized, so the message has a bound on its tokens, not their number.
+TOO_LONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    COMPLETIONS: [
+        (
+            {"prompt": [5] * 1024},
+            "prompt",
+            "prompt is too long: 1024 tokens > 1023 maximum. This model's maximum context length is 1024 tokens ",
+        ),
+        (
+            {"prompt": [5] * 1000, "max_tokens": 25},
+            "max_tokens",
+            "you requested 25 output tokens (max_tokens) and your prompt contains 1000 input tokens, for a total "
+            "of 1025 tokens",
+        ),
+        ({"prompt": "word " * 200, "max_tokens": 1020}, "max_tokens", "prompt contains at least "),
+        ({"prompt": "word " * 10_000}, "prompt", "prompt is too long: at least "),
+        ({"prompt": [5] * 1500, "truncate_prompt_tokens": 1024}, "prompt", ""),
+        ({"prompt": [5] * 1500, "truncate_prompt_tokens": 1020, "max_tokens": 5}, "max_tokens", ""),
+    ],
+    CHAT: [({"messages": said("w o r d " * 600), "max_tokens": None}, "messages", "")],
+    RESPONSES: [({"input": "word " * 5000}, "input", "maximum context length is 1024 tokens")],
+}
+
 #: Route, fields, status, code, the field that is named, and a part of the message.
 REFUSALS = [
     *(
@@ -306,6 +318,11 @@ REFUSALS = [
         for fields, param, says in table
     ),
     *((RESPONSES, fields, 422, "invalid_value", param, says) for fields, param, says in ITEMS),
+    *(
+        (route, fields, 422, "context_length_exceeded", param, says)
+        for route, table in TOO_LONG.items()
+        for fields, param, says in table
+    ),
     *(
         (route, {"model": model}, 404, "model_not_found", "model", "zoo:llama-tiny")
         for route in (COMPLETIONS, CHAT, RESPONSES)

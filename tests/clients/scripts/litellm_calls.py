@@ -83,6 +83,9 @@ def called_fox(answer: Any) -> Any:
 
 
 def refusals() -> Any:
+    long = [{"role": "user", "content": "word " * 100_000}]
+    too_long = caught(lambda: litellm.completion(**CHAT | {"messages": long}))
+    assert "ContextWindowExceededError" in too_long["types"], too_long
     return {
         "key": caught(lambda: litellm.completion(**CHAT | {"api_key": "wrong"})),
         "value": caught(lambda: litellm.completion(**CHAT, top_p=2)),
