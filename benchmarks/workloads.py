@@ -157,26 +157,31 @@ class PromptWriter:
             if len(ids) > tokens:  # one more than needed: the last may be a token that ends every text
                 return ids[:tokens]
 
-    def message(self, text: str, *, continues: bool = False) -> list[int]:
-        """Return a user's message in the model's chat template, up to where the answer begins.
+    def message(self, text: str, *, continues: bool = False) -> tuple[list[int], str]:
+        """Return a user's message in the model's chat template, up to where the answer begins: as token ids that
+        follow an answer's token ids, and as a text that follows an answer's text.
+
+        The ids begin after the token that ended the answer, which the model has generated. The text begins with
+        this token, as no answer's text has it. A text that begins a chat has no BOS: the server adds it.
 
         Args:
-            continues: the message follows an answer, and the result begins after the answer's last token.
+            continues: the message follows an answer.
 
         Raises:
             StartupError: the model has no chat template.
         """
-        template = self._tokenizer.chat_template
+        template, tokenizer = self._tokenizer.chat_template, self._tokenizer
         if template is None:
             raise StartupError("this workload needs a model that chats: its checkpoint has no chat template")
         message = {"role": "user", "content": text}
         if not continues:
-            return self._tokenizer.encode(template.render([message]), add_special_tokens=False)
+            rendered = template.render([message])
+            added = tokenizer.decode(tokenizer.encode(""), skip_special_tokens=False)
+            return tokenizer.encode(rendered, add_special_tokens=False), rendered.removeprefix(added)
         before = [{"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}]
-        rendered = template.render([*before, message])
-        # The text up to the token that ends an answer: the model has generated that token.
-        start = template.render(before, add_generation_prompt=False).rstrip()
-        return self._tokenizer.encode(rendered.removeprefix(start), add_special_tokens=False)
+        _, _, rendered = template.render([*before, message]).split(_BEFORE, 2)
+        ended = template.render(before, add_generation_prompt=False).rstrip().rpartition(_BEFORE)[2]
+        return tokenizer.encode(rendered.removeprefix(ended), add_special_tokens=False), rendered
 
     def as_text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt. A server that tokenizes it may count one token more or less at its end."""
@@ -235,13 +240,12 @@ def build(
     Raises:
         StartupError: the workload has chats, and the model has no chat template.
     """
-    if workload.chats is None:
-        plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
-    else:
-        plan = _planned_chats(workload, workload.chats, writer, seed=seed, factor=factor, quick=quick)
-    if not text:
-        return list(plan)
-    return [replace(each, prompt=writer.as_text(each.token_ids)) for each in plan]
+    if workload.chats is not None:
+        return list(
+            _planned_chats(workload, workload.chats, writer, seed=seed, factor=factor, quick=quick, text=text)
+        )
+    plan = planned_requests(workload, writer.write, seed=seed, factor=factor, quick=quick)
+    return [replace(each, prompt=writer.as_text(each.token_ids)) if text else each for each in plan]
 
 
 def planned_requests(
@@ -273,7 +277,7 @@ def planned_requests(
 
 
 def _planned_chats(
-    workload: Workload, kind: str, writer: PromptWriter, *, seed: int, factor: float, quick: bool
+    workload: Workload, kind: str, writer: PromptWriter, *, seed: int, factor: float, quick: bool, text: bool
 ) -> Iterator[PlannedRequest]:
     """Yield the requests of a workload of chats. Each prompt is a user's message, and its length is that of its
     text."""
@@ -284,10 +288,15 @@ def _planned_chats(
     tokens = [0] * clients  # of each client's chat so far; an answer that ends early makes it shorter
     for index, send_at_s in enumerate(times):
         turn, client = divmod(index, clients)  # the first turns of all clients come first
-        ids = writer.message(chats[client][turn], continues=turn > 0)
+        ids, rendered = writer.message(chats[client][turn], continues=turn > 0)
         most = workload.new_tokens.draw(lengths)
         yield PlannedRequest(
-            index, send_at_s, ids, tokens[client] + len(ids), most, follows=index - clients if turn else None
+            index,
+            send_at_s,
+            rendered if text else ids,
+            tokens[client] + len(ids),
+            most,
+            follows=index - clients if turn else None,
         )
         tokens[client] += len(ids) + most
 
