@@ -430,8 +430,8 @@ def test_sentencepiece_tokens_are_those_of_the_library(
 @pytest.mark.parametrize(
     ("replaced", "ends", "bos"),
     [
-        ({"bos_token_id": 1019, "eos_token_id": 1020}, {1020}, []),
-        ({"bos_token_id": 1019, "eos_token_id": 1020, "eot_token_id": 1023}, {1020, 1023}, []),
+        ({"bos_token_id": 1019, "eos_token_id": 5}, {5}, []),
+        ({"bos_token_id": 1019, "eos_token_id": 5, "eot_token_id": 7}, {5, 7}, []),
         ({"bos_token_id": 1019, "add_bos_token": True}, set(), [1019]),
         ({"bos_token_id": 1019, "pre": "llama-bpe"}, set(), [1019]),
         ({"bos_token_id": 1019, "pre": "llama-bpe", "add_bos_token": False}, set(), []),
@@ -442,10 +442,45 @@ def test_first_and_last_tokens(
     replaced: dict[str, Any], ends: set[int], bos: list[int], tmp_path: Path
 ) -> None:
     vocabulary = GGUFVocabulary(GGUFFile.open(save_vocabulary(tmp_path / "v.gguf", "llama-tiny", **replaced)))
-    assert set(vocabulary.end_token_ids()) == ends
+    assert set(vocabulary.end_token_ids()) == ends | {1020, 1023}  # <|end_of_text|>, <|eot_id|>
     tokenizer = vocabulary.backend()
     text = tokenizer.encode("a fox", add_special_tokens=False).ids
     assert tokenizer.encode("a fox").ids == [*bos, *text]
+
+
+@pytest.mark.parametrize(
+    ("special", "eos", "ends"),
+    [
+        (
+            "<|endoftext|> <|im_start|> <|im_end|> <|file_sep|>",
+            "<|im_end|>",
+            "<|endoftext|> <|im_end|>",
+        ),  # Qwen 3
+        (
+            "<|endoftext|> <|im_start|> <|im_end|>",
+            "<|endoftext|>",
+            "<|endoftext|> <|im_end|>",
+        ),  # its base model
+        (
+            "<|end_of_text|> <|eom_id|> <|eot_id|>",
+            "<|eot_id|>",
+            "<|end_of_text|> <|eom_id|> <|eot_id|>",
+        ),  # Llama 3.1
+        ("<eos> <bos> <end_of_turn> </s>", "<end_of_turn>", "<eos> <end_of_turn>"),  # Gemma 3
+    ],
+)
+def test_an_answer_ends_as_the_models_generation_config_says(
+    special: str, eos: str, ends: str, tmp_path: Path
+) -> None:
+    """A GGUF file of each of these models names one end token. `<|im_end|>` as a plain word ends nothing."""
+    tokens = ["a", *special.split()]
+    for plain in (False, True):
+        kinds = [1] * len(tokens) if plain else [1, *(CONTROL for _ in tokens[1:])]
+        path = save_vocabulary(
+            tmp_path / "v.gguf", "llama-tiny", tokens=tokens, token_type=kinds, eos_token_id=tokens.index(eos)
+        )
+        found = GGUFVocabulary(GGUFFile.open(path)).end_token_ids()
+        assert {tokens[i] for i in found} == ({eos} if plain else set(ends.split()))
 
 
 @pytest.mark.parametrize("as_file", [False, True])

@@ -24,6 +24,26 @@ from common.text.chat_template import FOR_TOOLS, ChatTemplate
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
+#: Special tokens whose texts say that they end an answer, as in llama.cpp (`special_eog_ids`): a file has one entry
+#: for EOS, and Qwen's models end with two tokens. Left out are those of other architectures, and `</s>`, an HTML tag
+#: to Gemma.
+_ENDS = {
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<eos>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+}
+
 _LONGEST = 4096  # characters of a token
 
 _LLAMA_3 = (
@@ -116,16 +136,17 @@ class GGUFVocabulary:
     def end_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end an answer, in ascending order.
 
-        They are the tokens of the file's entries for EOS, end of turn and end of message, and the special token
-        that the chat template writes after an answer. Each of the four may be missing.
+        They are the tokens of the file's entries for EOS, end of turn and end of message, the special tokens in
+        `_ENDS`, and the one that the chat template writes after an answer. All of them may be missing.
 
         Raises:
             StartupError: the entry for EOS names no token.
         """
-        ends = [self._token(key) for key in ("eos", "eot", "eom")]
+        added = self._added()
+        ends = [self._token(key) for key in ("eos", "eot", "eom")] + [each for each in added if each in _ENDS]
         with contextlib.suppress(StartupError):  # another template may replace an invalid one
             template = self.chat_template()
-            ends.append(None if template is None else template.end_of_turn(self._added()))
+            ends.append(None if template is None else template.end_of_turn(added))
         return sorted({self._tokens.index(token) for token in ends if token is not None})
 
     def _added(self) -> list[str]:
