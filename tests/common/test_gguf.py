@@ -449,38 +449,22 @@ def test_first_and_last_tokens(
 
 
 @pytest.mark.parametrize(
-    ("special", "eos", "ends"),
+    ("ends", "others"),
     [
-        (
-            "<|endoftext|> <|im_start|> <|im_end|> <|file_sep|>",
-            "<|im_end|>",
-            "<|endoftext|> <|im_end|>",
-        ),  # Qwen 3
-        (
-            "<|endoftext|> <|im_start|> <|im_end|>",
-            "<|endoftext|>",
-            "<|endoftext|> <|im_end|>",
-        ),  # its base model
-        (
-            "<|end_of_text|> <|eom_id|> <|eot_id|>",
-            "<|eot_id|>",
-            "<|end_of_text|> <|eom_id|> <|eot_id|>",
-        ),  # Llama 3.1
-        ("<eos> <bos> <end_of_turn> </s>", "<end_of_turn>", "<eos> <end_of_turn>"),  # Gemma 3
+        ("<|endoftext|> <|im_end|>", "<|im_start|> <|file_sep|>"),  # Qwen 3
+        ("<|end_of_text|> <|eom_id|> <|eot_id|>", "<|start_header_id|>"),  # Llama 3.1
+        ("<eos> <end_of_turn>", "<bos> </s>"),  # Gemma 3
     ],
 )
-def test_an_answer_ends_as_the_models_generation_config_says(
-    special: str, eos: str, ends: str, tmp_path: Path
-) -> None:
-    """A GGUF file of each of these models names one end token. `<|im_end|>` as a plain word ends nothing."""
-    tokens = ["a", *special.split()]
-    for plain in (False, True):
-        kinds = [1] * len(tokens) if plain else [1, *(CONTROL for _ in tokens[1:])]
+def test_an_answer_ends_as_the_models_generation_config_says(ends: str, others: str, tmp_path: Path) -> None:
+    """A GGUF file of each of these models names the last of these tokens alone. A plain word ends nothing."""
+    tokens, last = ["a", *ends.split(), *others.split()], len(ends.split())
+    for kind, expected in ((CONTROL, set(range(1, last + 1))), (1, {last})):
+        kinds = [1, *(kind for _ in tokens[1:])]
         path = save_vocabulary(
-            tmp_path / "v.gguf", "llama-tiny", tokens=tokens, token_type=kinds, eos_token_id=tokens.index(eos)
+            tmp_path / "v.gguf", "llama-tiny", tokens=tokens, token_type=kinds, eos_token_id=last
         )
-        found = GGUFVocabulary(GGUFFile.open(path)).end_token_ids()
-        assert {tokens[i] for i in found} == ({eos} if plain else set(ends.split()))
+        assert set(GGUFVocabulary(GGUFFile.open(path)).end_token_ids()) == expected
 
 
 @pytest.mark.parametrize("as_file", [False, True])

@@ -25,8 +25,8 @@ from common.text.chat_template import FOR_TOOLS, ChatTemplate
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
 #: Special tokens whose texts say that they end an answer, as in llama.cpp (`special_eog_ids`): a file has one entry
-#: for EOS, and Qwen's models end with two tokens. Left out are those of other architectures, and `</s>`, an HTML tag
-#: to Gemma.
+#: for EOS, and Qwen's models end with two tokens. Left out are those of other architectures, and `</s>`,
+#: an HTML tag to Gemma.
 _ENDS = {
     "<|eot_id|>",
     "<|eom_id|>",
