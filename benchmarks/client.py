@@ -26,37 +26,13 @@ from typing import Any
 import httpx
 import orjson
 
+from benchmarks.events import EventParser
 from benchmarks.results import RequestRecord
 from benchmarks.workloads import PlannedRequest
 
 Clock = Callable[[], float]
 
 MAX_MESSAGE = 300  # characters of a server's error message that are kept
-
-
-class EventParser:
-    """Parses server-sent events from chunks of bytes. A chunk may end in the middle of an event."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._name = b""
-        self._data: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the name (b"" if it has none) and the data of each event with data that this chunk completes."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        events = []
-        for raw in lines:
-            line = raw.removesuffix(b"\r")
-            if not line:
-                if self._data:
-                    events.append((self._name, b"\n".join(self._data)))
-                self._name, self._data = b"", []
-            elif line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif line.startswith(b"event:"):
-                self._name = line[6:].strip()
-        return events
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.client import AnswerReader, Endpoint, EventParser
+from benchmarks.client import AnswerReader, Endpoint
+from benchmarks.events import EventParser
 from tests.benchmarks.conftest import planned
 
 NAMED = (
