@@ -25,6 +25,7 @@ from rich.table import Table
 from benchmarks.__main__ import exit_code, exit_on_sigterm
 from benchmarks.client import AnswerReader, Endpoint, new_record, send
 from benchmarks.compare import Comparison, compare
+from benchmarks.events import EventParser
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.report import summary
 from benchmarks.results import RequestRecord
@@ -130,10 +131,9 @@ def chat(phase: str, model: str, console: Console) -> None:
         httpx.stream("POST", server.url + path, json=body, timeout=120, trust_env=False) as response,
     ):
         response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        parser = EventParser()
+        for data in (data for received in response.iter_bytes() for _, data in parser.feed(received)):
+            event = {} if data == b"[DONE]" else json.loads(data)
             for choice in event.get("choices", ()):
                 text = choice["delta"].get("content") if chats else choice["text"]
                 console.print(text or "", end="", markup=False, highlight=False, soft_wrap=True)

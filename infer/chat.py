@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TextIO
 
 import httpx
 
+from benchmarks.events import EventParser
 from common.errors import StartupError
 
 DEFAULT_MODEL = "zoo:llama-tiny"
@@ -173,16 +174,16 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of an answer's stream. Raises ChatError if the server sends anything else."""
     if response.status_code != 200:
         raise ChatError(_message_of(response.read().decode("utf-8", "replace"), response.status_code))
-    for line in response.iter_lines():
-        if not line.startswith("data:") or line.endswith("[DONE]"):
+    parser = EventParser()  # httpx's `iter_lines` would also end lines at U+2028 and the like
+    for event in (data for received in response.iter_bytes() for _, data in parser.feed(received)):
+        if event == b"[DONE]":
             continue
-        event = line.removeprefix("data:")
         try:
             chunk = json.loads(event)
         except ValueError:
             chunk = None
         if not isinstance(chunk, dict) or "error" in chunk:
-            raise ChatError(_message_of(event, 200))
+            raise ChatError(_message_of(event.decode("utf-8", "replace"), 200))
         yield chunk
 
 

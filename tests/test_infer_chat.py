@@ -283,9 +283,11 @@ class Scripted(BaseHTTPRequestHandler):
         events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
         if "break" in body["messages"][-1]["content"]:
             events.append({"error": {"message": "it \x1b[2Jbroke"}})
+        if "separate" in body["messages"][-1]["content"]:
+            events = [{"choices": [{"delta": {"content": "a\u2028b\u2029c\x85d"}}]}]
         if "at length" in body["messages"][-1]["content"]:
             events += events * 10_000
-        lines = [json.dumps(event) for event in events] + ["[DONE]"]
+        lines = [json.dumps(event, ensure_ascii=False) for event in events] + ["[DONE]"]
         if "garble" in body["messages"][-1]["content"]:
             lines.insert(2, '{"choices": [')
         self._answer("text/event-stream", "".join(f"data: {line}\n\n" for line in lines))
@@ -315,6 +317,11 @@ def test_any_server_with_openais_api(scripted: str) -> None:
     code, answer, log = piped("hi", "--url", scripted, "--system", "x")
     assert (code, answer) == (0, "You sent 2[2J!\n\tBjörn.\n")
     assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", log)
+
+
+def test_an_answer_with_separators_of_lines_is_whole(scripted: str) -> None:
+    """They end a line of text, but none of an event stream. U+0085 is a control character, which is not printed."""
+    assert piped("please separate", "--url", scripted)[:2] == (0, "a\u2028b\u2029cd\n")
 
 
 def test_an_answer_that_breaks_off_is_forgotten(scripted: str) -> None:
