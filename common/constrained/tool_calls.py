@@ -394,7 +394,7 @@ class _Writer:
         that could come before the text. If the marker of calls is a token, the text must not spell the marker.
         """
         if self._syntax != "hermes":
-            opening = r"\{" if self._syntax == "llama3_json" else r"\[|```tool_code"
+            opening = r"[\[{]" if self._syntax == "llama3_json" else r"\[|```tool_code"
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
             no_call = rf"[\p{{White_Space}}\x1c-\x1f]*({opening}{thought})(.|\n)*"
         elif HERMES_MARKERS[0] in self._dialect.special:

@@ -25,11 +25,12 @@ PYTHON_TAG = "<|python_tag|>"
 #: such entry counts, so the most certain entries are first.
 _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("hermes", (HERMES_MARKERS[0], "arguments")),
-    ("llama3_json", (PYTHON_TAG,)),
-    ("llama3_json", ("parameters", "<|start_header_id|>")),
-    ("pythonic", ("tool_code",)),
     ("pythonic", ("[func_name1(",)),
+    ("pythonic", ("tool_code",)),
     ("pythonic", ("<start_of_turn>",)),
+    ("llama3_json", (PYTHON_TAG,)),
+    ("llama3_json", ('[{"name": "tool_call_name"',)),
+    ("llama3_json", ("parameters", "<|start_header_id|>")),
 )
 
 
@@ -100,7 +101,8 @@ class Dialect:
 
 def _syntax_of(source: str) -> CallSyntax | None:
     """Return the syntax in which a template asks the model to write calls; None if it is not a known syntax."""
-    if "<function=" in source:  # calls in XML, between the markers of Hermes
+    # Calls in XML between the markers of Hermes, and calls of FunctionGemma.
+    if "<function=" in source or "<start_function_call>" in source:
         return None
     return next((syntax for syntax, signs in _SIGNS if all(sign in source for sign in signs)), None)
 

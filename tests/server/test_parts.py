@@ -66,6 +66,7 @@ def no_call(text: str) -> Case:
 
 HERMES = tagged('\n{"name": "weather", "arguments": {"city": "Rome"}}\n')
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
+LISTED = json.dumps([{"name": "weather", "arguments": {"city": "Rome"}}] * 2)
 OTHER = '{"name": "w", "arguments": {}}'
 BROKEN = HERMES.replace('weather"', "weather")
 NESTED = {"city": 'a "}" \\ {[ </tool_call> é', "days": [1, {"a": None}], "sure": True}
@@ -115,6 +116,10 @@ TEXTS: dict[type[PartsReader], dict[str, Case]] = {
         "tagged behind text": ("Well. <|python_tag|>" + LLAMA, "Well.", ROME),
         "twice": (f"{LLAMA}; {LLAMA}", "", ROME * 2),
         "then text": (LLAMA + "\n\nSo.", "So.", ROME),
+        "a list": (LISTED, "", ROME * 2),
+        "a list, then text": (LISTED + "\n\nSo.]", "So.]", ROME * 2),
+        "a list of one, tagged": (f"Well. <|python_tag|>[{LLAMA}] So.", "Well.So.", ROME),
+        "a list of something else": no_call('[{"name": "Bob"}, [1]] is a list'),
         "JSON that is no call": no_call('{"name": "Bob", "age": 3}'),
         "a list as the name": no_call('{"name": ["add"], "parameters": {}}'),
         "nested deeply": no_call('{"name": ' + "[" * 2000),
@@ -230,6 +235,7 @@ ENDLESS: dict[str, tuple[type[PartsReader], str, str]] = {
     "white space in a list": (PythonReader, "[", " "),
     "white space behind a name": (PythonReader, "[weather", " "),
     "commas": (PythonReader, "[weather()", ","),
+    "lists": (LlamaReader, "", "["),
 }
 
 
@@ -271,6 +277,21 @@ TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
         False,
     ),
     "gemma": ("<start_of_turn>", "pythonic", False, False),
+    "function gemma": ("{{ tools }}<start_of_turn><start_function_call>call:", "hermes", False, False),
+    # In words of the templates themselves, which vLLM has among its examples.
+    "toolace": (
+        "{{ tools }}<|start_header_id|>If it lacks the parameters required by the function, point it out. "
+        "You MUST put it in the format of [func_name1(params_name1=params_value1, func_name2(params)]",
+        "pythonic",
+        True,
+        False,
+    ),
+    "xlam": (
+        '{{ tools }}<|im_start|>make calls in a single JSON array: [{"name": "tool_call_name", "arguments": {}}]',
+        "llama3_json",
+        True,
+        False,
+    ),
 }
 
 

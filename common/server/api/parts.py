@@ -332,12 +332,14 @@ class _JsonReader(PartsReader):
         """Read calls and the separators between them. Returns whether there was any: if not, the text `before` them
         is answer text."""
         earlier = self.calls
+        before += yield from self._space(_LIST)
+        lists = before.count("[")
         while (yield from self._call(before)):
             before = yield from self._space(_SEPARATORS)
             if not self._held.startswith("{"):
                 marker = yield from self._next(*self.markers)
                 if self._held and not marker:
-                    self._give_back(before)
+                    self._give_back(before.replace("]", "", lists))
                 break
         return self.calls > earlier
 
@@ -414,7 +416,7 @@ class HermesReader(_JsonReader):
 class LlamaReader(_JsonReader):
     """Reads `{"name": …, "parameters": …}` at the beginning of an answer, or after `<|python_tag|>` anywhere.
 
-    Further calls may follow, separated by semicolons, commas or white space.
+    Further calls may follow, separated by semicolons, commas or white space. Calls may stand in a list.
     """
 
     markers = (PYTHON_TAG,)
@@ -422,7 +424,7 @@ class LlamaReader(_JsonReader):
 
     def _answer(self) -> Reading[None]:
         space = yield from self._space()
-        if self._held.startswith("{"):
+        if self._held.startswith(("{", "[")):
             yield from self._calls(space)
         else:
             self._give_back(space)
