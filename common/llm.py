@@ -127,8 +127,8 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The sampling parameters of calls without `params`: from the model's `generation_config.json`, unless the
-        option `generation_config` is `none`."""
+        """The sampling parameters of calls without `params`: those that the model suggests, unless the option
+        `generation_config` is `none`."""
         return self.engine.maker.facts.default_params
 
     def chat(

@@ -32,8 +32,8 @@ class EngineConfig(BaseModel):
     escape_special_tokens: bool = False
     """the text of a message stays text where it spells a special token, such as <|im_end|>"""
     generation_config: Literal["auto", "none"] = "auto"
-    """auto: the checkpoint's generation_config.json gives the defaults of temperature, top_p, top_k, min_p and
-    repetition_penalty; none: these are not used"""
+    """auto: the checkpoint's generation_config.json or GGUF file gives the defaults of temperature, top_p, top_k,
+    min_p and repetition_penalty; none: these are not used"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU where there is one"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

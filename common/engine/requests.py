@@ -43,8 +43,8 @@ class EngineFacts:
 
     Attributes:
         config: the options. `max_seq_len` is resolved.
-        default_params: the sampling parameters of requests that name none: those of the model's
-            `generation_config.json`, if it is used.
+        default_params: the sampling parameters of requests that name none: those that the model suggests, if they
+            are used.
         vocab_size, eos_token_ids: those of the model.
         tokenizer_files: as `Tokenizer.files`.
         dtype, weight_dtype, device: where and in which format the model is computed, as names: `float32`, `cpu`.

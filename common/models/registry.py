@@ -28,7 +28,7 @@ from common.models.config import ConfigReader, JsonObject, ModelConfig, token_id
 from common.models.fetch import FETCHABLE, find_fetched
 from common.models.gemma3 import Gemma3
 from common.models.generation_config import suggested_params
-from common.models.gguf.checkpoint import GGUFCheckpoint, config_of
+from common.models.gguf.checkpoint import GGUFCheckpoint, config_of, sampling_of
 from common.models.gguf.file import GGUFFile, first_part, is_gguf
 from common.models.layers import CausalLM, Quantization
 from common.models.llama import Llama
@@ -146,7 +146,7 @@ def _with_quantization(folder: Path, raw: JsonObject) -> JsonObject:
 
 def default_params(checkpoint: Checkpoint) -> SamplingParams:
     """Return the sampling parameters that a checkpoint suggests. StartupError: a value is invalid."""
-    origin = Path(checkpoint.folder or checkpoint.name) / GENERATION_CONFIG
+    origin = Path(checkpoint.name) if checkpoint.folder is None else checkpoint.folder / GENERATION_CONFIG
     return _parse(origin, checkpoint.generation_config, suggested_params)
 
 
@@ -155,8 +155,7 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
     file = GGUFFile.open(path)
     checkpoint = GGUFCheckpoint(name, _parse(path, config_of(file), parse_config), file)
     checkpoint.unused = checkpoint.vocabulary.unused()
-    if name in FETCHABLE:
-        checkpoint.generation_config = dict(FETCHABLE[name].sampling)
+    checkpoint.generation_config = FETCHABLE[name].sampling if name in FETCHABLE else sampling_of(file)
     return checkpoint
 
 

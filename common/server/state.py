@@ -12,7 +12,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from common.engine.telemetry import PAGE_STEPS
-from common.models.generation_config import origin_of
+from common.models.generation_config import Origin, origin_of
 from common.server.api.bodies import check_model, read_json
 from common.server.api.stream import EventStream
 from common.server.errors import ApiError, json_response
@@ -46,7 +46,7 @@ class ModelCard(TypedDict):
         SamplingDefaults, Field(description="the sampling parameters of requests that name none")
     ]
     sampling_defaults_from: Annotated[
-        Literal["generation_config.json", "infer fetch", "server"],
+        Origin,
         Field(
             description="`infer fetch`: the recommendation in its catalogue of models. `server`: there is no "
             "suggestion, or `--generation-config none` ignores it"
@@ -138,14 +138,15 @@ async def retrieve_model(service: Served, model: str) -> Response:
 
 def model_card(service: Service, name: str) -> ModelCard:
     """Return the served model's description under one of its names."""
-    params = service.engine.facts.default_params
+    facts = service.engine.facts
+    params, files = facts.default_params, facts.tokenizer_files
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "infer",
-        "max_model_len": service.engine.facts.max_seq_len,
-        "phase": service.engine.facts.phase.slug,
+        "max_model_len": facts.max_seq_len,
+        "phase": facts.phase.slug,
         "sampling_defaults": {
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -153,7 +154,9 @@ def model_card(service: Service, name: str) -> ModelCard:
             "min_p": params.min_p,
             "repetition_penalty": params.repetition_penalty,
         },
-        "sampling_defaults_from": origin_of(params, service.engine.facts.config.model),
+        "sampling_defaults_from": origin_of(
+            params, facts.config.model, is_gguf=files is not None and files.is_file()
+        ),
     }
 
 

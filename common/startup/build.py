@@ -120,14 +120,15 @@ def _default_params(checkpoint: Checkpoint, config: EngineConfig) -> SamplingPar
     """Return the default sampling parameters of requests, and log them.
 
     Raises:
-        StartupError: the checkpoint's `generation_config.json` has an invalid value.
+        StartupError: the checkpoint suggests an invalid value.
     """
     params = default_params(checkpoint) if config.generation_config == "auto" else SamplingParams()
     origin = {
         "server": "the server's defaults",
         "infer fetch": "its authors' recommendation",
         "generation_config.json": "its generation_config.json",
-    }[origin_of(params, config.model)]
+        "GGUF file": "its GGUF file",
+    }[origin_of(params, config.model, is_gguf=checkpoint.folder is None)]
     logger.info(
         "requests to %s that name no sampling parameters get %s: %s", config.model, in_words(params), origin
     )

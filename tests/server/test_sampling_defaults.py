@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+from torch import Tensor
 
 from common.llm import LLM
 from common.models.registry import ZOO
 from common.request import SamplingParams
-from tests.support.servers import MESSAGES, ServerProcess
+from tests.support.gguf_files import save_gguf
+from tests.support.servers import MESSAGES, LocalServer, ServerProcess
 
 PHASE = "phase5_continuous"
 SUGGESTED = {"temperature": 0.0, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2}
@@ -59,6 +62,24 @@ def test_a_checkpoints_suggestions_are_the_defaults(tmp_path: Path) -> None:
                 assert ask(server, route, temperature=3, top_p=1, top_k=top_k) != ask(
                     server, route, temperature=3, top_p=1
                 )
+
+
+@pytest.mark.parametrize("generation_config", ["auto", "none"])
+def test_a_gguf_file_has_suggestions_of_its_own(generation_config: str, tmp_path: Path) -> None:
+    """The entries are those that llama.cpp's converter writes. 0.95 is no float32, and comes back as 0.95."""
+
+    def add(writer: gguf.GGUFWriter, _: dict[str, Tensor]) -> None:
+        for key, value in {"temp": 0.6, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}.items():
+            writer.add_float32(f"general.sampling.{key}", value)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    file = save_gguf(ZOO / "llama-tiny", tmp_path / "model.gguf", change=add)
+    with LocalServer(PHASE, model=str(file), generation_config=generation_config) as server:
+        (model,) = server.client.get("/v1/models").json()["data"]
+    suggested = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
+    found = (model["sampling_defaults"], model["sampling_defaults_from"])
+    assert found == ((suggested, "GGUF file") if generation_config == "auto" else (usual, "server"))
 
 
 def test_generation_config_none_keeps_the_servers_defaults(tmp_path: Path) -> None:

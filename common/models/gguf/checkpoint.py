@@ -62,6 +62,16 @@ _REFUSED = (
     "residual_scale",
 )
 
+#: Recommended sampling parameters, `general.sampling.*` -> their names in a `generation_config.json`, from which
+#: llama.cpp's converter takes them.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -131,6 +141,15 @@ def _undone(name: str, tensor: GGUFTensor, config: ModelConfig) -> GGUFTensor:
 
 
 # ---------------------------------------------------------------------- metadata to config.json
+
+
+def sampling_of(file: GGUFFile) -> JsonObject:
+    """Return the sampling parameters that a file recommends, as a `generation_config.json` object.
+
+    Numbers are stored as float32, and are rounded to the six digits that float32 keeps: 0.95 stays 0.95.
+    """
+    found = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {name: float(f"{x:.6g}") if isinstance(x, float) else x for name, x in found.items()}
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
