@@ -43,6 +43,7 @@ PIP_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
+NEW_ENOUGH = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 # Python compiles a module when it is first imported. pip would compile thousands that are never used.
 INSTALL = $(BIN)/pip install --quiet --no-compile $(PIP_ARGS)
 # Without --quiet, pip draws a bar for each download, if somebody watches.
@@ -71,10 +72,14 @@ help:
 #
 # The kernels need torch alone (and torch numpy), so they are built while the other packages are installed. The project
 # is installed with setuptools, which torch needs, too: an isolated build would download another.
+#
+# An environment without pip is what is left where venv lacks ensurepip (Debian without python3-venv).
 .venv/base: pyproject.toml constraints.txt
+	@test -x $(BIN)/pip && $(BIN)/python $(NEW_ENOUGH) || $(PYTHON) $(NEW_ENOUGH) || \
+		{ echo "This needs Python 3.11 or newer, and $(PYTHON) is none: name another, as in make PYTHON=python3.12"; exit 1; }
 	@echo "Installing torch, the server's packages and a C++ build of its kernels into .venv. With a CPU build of torch"
 	@echo "this is about 1 GB on disk, with a CUDA build several GB. It takes minutes, most of them for the download."
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip && $(BIN)/python $(NEW_ENOUGH) || $(PYTHON) -m venv --clear .venv
 	@echo "1 of 2: torch"
 	$(SHOWN_INSTALL) $(CPU_BUILD) -c constraints.txt torch numpy 'setuptools>=77'
 	@echo "2 of 2: the other packages, and the kernels beside them"

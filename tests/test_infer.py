@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,52 @@ def test_serving_what_is_no_phase_lists_the_phases(words: str, capsys: pytest.Ca
     assert printed.err.startswith("error: ")
     assert printed.err.endswith(f"there are {', '.join(phase_names())}, by name or number\n")
     assert printed.err.count("\n") == 1
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout's files as far as `make` needs them before it installs anything."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    return tmp_path
+
+
+def make(checkout: Path, python: str | Path) -> subprocess.CompletedProcess[str]:
+    """Let `make` prepare the environment. It cannot install anything, so it fails then."""
+    command = ["make", "-C", str(checkout), ".venv/base", f"PYTHON={python}", "PIP_ARGS=--no-index"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def old_python(tmp_path: Path) -> Path:
+    """A Python whose version is none that this project takes."""
+    script = tmp_path / "old"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    return script
+
+
+def test_make_refuses_an_old_python_before_it_installs(checkout: Path, old_python: Path) -> None:
+    made = make(checkout, old_python)
+    assert made.returncode != 0
+    assert f"This needs Python 3.11 or newer, and {old_python} is none" in made.stdout
+    assert "Installing" not in made.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_make_replaces_an_environment_that_cannot_be_used(
+    has_pip: bool, checkout: Path, old_python: Path
+) -> None:
+    bin = checkout / ".venv" / "bin"
+    (bin / "python").symlink_to(old_python if has_pip else sys.executable)
+    if has_pip:
+        (bin / "pip").symlink_to(old_python)
+    assert "No matching distribution found" in make(checkout, sys.executable).stderr
+    version = subprocess.run([bin / "python", "-m", "pip", "--version"], capture_output=True, check=False)
+    assert version.returncode == 0
 
 
 def test_an_interrupt_while_modules_are_loaded() -> None:
