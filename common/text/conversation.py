@@ -1,8 +1,9 @@
 """Conversations in the form that a model's chat template reads.
 
-Some templates read a message's content as a text, others as a list of parts. Some refuse a second system message, a
-second call in one message, or the role `developer`. `Accepts.of` renders short conversations to find out what a
-template accepts. `adapted` rewrites a conversation accordingly, so that none of its words are refused or left out.
+Some templates read a message's content as a text, others as a list of parts. Some refuse a second system message,
+two messages of the user in a row, a second call in one message, or the role `developer`. `Accepts.of` renders short
+conversations to find out what a template accepts. `adapted` rewrites a conversation accordingly, so that none of
+its words are refused or left out.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Accepts:
         parts: the roles whose content may be a list of parts.
         developers: whether the template names the role `developer`.
         later: the roles, `system` and `developer`, of which the template shows messages after the first message.
+        alternating: the roles, `user` and `assistant`, of which the template does not show two messages in a row.
         one_call_each: whether the template shows one call in a message, and refuses or drops a second one.
         argument_texts: whether the template reads a call's arguments as a JSON text, and not as an object.
     """
@@ -58,6 +60,7 @@ class Accepts:
     parts: frozenset[str]
     developers: bool
     later: frozenset[str]
+    alternating: frozenset[str]
     one_call_each: bool
     argument_texts: bool
 
@@ -96,6 +99,11 @@ class Accepts:
             parts=taken(_parts),
             developers=re.search("""['"]developer['"]""", source) is not None,
             later=frozenset(role for role in SYSTEM_ROLES if shown(_later(role)) is not None),
+            alternating=frozenset(
+                role
+                for role in ("user", "assistant")
+                if all(shown(_in_a_row(role, content)) is None for content in (_text, _parts))
+            ),
             one_call_each=(takes_objects or takes_texts) and not takes_two,
             argument_texts=takes_texts,
         )
@@ -128,23 +136,26 @@ def adapted(messages: Sequence[Message], accepts: Accepts) -> list[dict[str, Any
 
     A developer's message becomes a system message, unless the template names that role. It joins the system message
     before it. If the template does not show later messages of its role, it joins the first message, as do later
-    system messages. Where a message has more calls than the template shows, each call gets a message, followed by
-    its result.
+    system messages. If the template does not show two messages of the user in a row, they become one, as in
+    Anthropic's API. So do those of the assistant, except for messages with calls. Where a message has more calls
+    than the template shows, each call gets a message, followed by its result.
     """
-    told = _with_systems_joined(messages, accepts)
+    told = _with_joined(messages, accepts)
     if accepts.one_call_each:
         told = _with_one_call_each(told)
     return [_in_form(message, accepts) for message in told]
 
 
-def _with_systems_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]:
+def _with_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]:
     groups: list[list[Message]] = []  # the messages of each group become one message
     for message in messages:
         is_developer = message["role"] == "developer" and not accepts.developers
         if is_developer:
             message = {**message, "role": "system"}
         role = message["role"]
-        if not groups or role not in SYSTEM_ROLES:
+        if groups and role in accepts.alternating and _can_be_one(groups[-1][-1], message):
+            groups[-1].append(message)
+        elif not groups or role not in SYSTEM_ROLES:
             groups.append([message])
         elif role not in accepts.later:
             if groups[0][0]["role"] not in SYSTEM_ROLES:
@@ -154,12 +165,20 @@ def _with_systems_joined(messages: Sequence[Message], accepts: Accepts) -> list[
             groups[-1].append(message)
         else:
             groups.append([message])
-    return [
-        group[0]
-        if len(group) == 1
-        else {**group[0], "content": "\n\n".join(joined(each["content"]) for each in group)}
-        for group in groups
-    ]
+    return [group[0] if len(group) == 1 else _one_of(group) for group in groups]
+
+
+def _can_be_one(message: Message, following: Message) -> bool:
+    has_calls = message.get("tool_calls") or following.get("tool_calls")
+    return message["role"] == following["role"] and not has_calls
+
+
+def _one_of(group: Sequence[Message]) -> Message:
+    """Return a message with the texts of several. It has the other fields of the first message that has them."""
+    told: dict[str, Any] = {}
+    for message in reversed(group):
+        told |= message
+    return told | {"content": "\n\n".join(filter(None, (joined(each["content"]) for each in group)))}
 
 
 def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:
@@ -234,6 +253,12 @@ def _calls(*texts: str, as_text: bool) -> list[Message]:
     ]
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     return [{"role": "user", "content": "?"}, called, *results]
+
+
+def _in_a_row(role: str, content: Callable[..., Content]) -> list[Message]:
+    """Return a conversation that ends with two messages of `role`."""
+    told: list[Message] = [{"role": role, "content": content(needle)} for needle in (_FIRST, _SECOND)]
+    return told if role == "user" else [{"role": "user", "content": content("?")}, *told]
 
 
 def _later(role: str) -> list[Message]:

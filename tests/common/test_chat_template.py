@@ -70,7 +70,10 @@ def as_read(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             content = parts(content) if role in from_text else content
         elif role not in from_parts:
             content = "".join(part["text"] for part in content)
-        told.append({**message, "role": role, "content": content})
+        if name == "turns" and told and told[-1]["role"] == role:
+            told[-1]["content"] += f"\n\n{content}"
+        else:
+            told.append({**message, "role": role, "content": content})
     return told
 
 
@@ -172,6 +175,15 @@ WRITTEN = '{"at": "a fox"}'
             [{"role": "system", "content": parts("a")}, {"role": "user", "content": []}],
         ),
         ("chatml", [{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
+        (
+            "turns",
+            [QUESTION, ANSWER, {"role": "assistant", "content": parts("b", "c")}, QUESTION, QUESTION],
+            [
+                QUESTION,
+                ANSWER | {"content": f"{ANSWER['content']}\n\nbc"},
+                QUESTION | {"content": "\n\n".join([QUESTION["content"]] * 2)},
+            ],
+        ),
     ],
 )
 def test_a_conversation_becomes_what_the_template_accepts(

@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 import pytest
+import transformers
 
-from common.models.registry import open_checkpoint
+from common.models.registry import ZOO, open_checkpoint
 from common.server.api.bodies import Body, Limits, parse
 from common.server.api.chat import ChatRequest
 from common.server.api.messages import MessagesRequest
@@ -20,15 +21,41 @@ CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
 
 @functools.cache
-def dialect() -> Dialect:
-    return Dialect.of(open_checkpoint("zoo:llama-tiny").tokenizer())
+def dialect(model: str = "llama-tiny") -> Dialect:
+    return Dialect.of(open_checkpoint(f"zoo:{model}").tokenizer())
 
 
-def prompts(form: type[Body], field: str, turns: list[dict[str, Any]]) -> Any:
+def prompts(form: type[Body], field: str, turns: list[dict[str, Any]], model: str = "llama-tiny") -> Any:
     limits = Limits(models=("m",), max_choices=64, vocab_size=1024)
     length = {"max_tokens": 9} if form is MessagesRequest else {}
     request: Any = parse(json.dumps({field: turns} | length).encode(), form, limits)
-    return request.prompts(dialect())
+    return request.prompts(dialect(model))
+
+
+def test_a_result_and_words_are_one_turn_where_turns_alternate() -> None:
+    """Chats and Anthropic's messages, beside `transformers`' text of turns that the template takes."""
+    chat = [
+        QUESTION,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+        {"role": "user", "content": "And then?"},
+    ]
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "20"}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And then?"}]},
+    ]
+    plain = [
+        QUESTION,
+        {"role": "assistant", "content": "[f()]"},
+        {"role": "user", "content": "<tool_response>\n20\n</tool_response>\n\nAnd then?"},
+    ]
+    theirs = transformers.AutoTokenizer.from_pretrained(ZOO / "gemma3-tiny")
+    expected = [theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)]
+    assert prompts(ChatRequest, "messages", chat, "gemma3-tiny") == expected
+    assert prompts(MessagesRequest, "messages", messages, "gemma3-tiny") == expected
 
 
 #: Turns as clients' libraries send them back, and the same turns without the fields that the libraries add.
