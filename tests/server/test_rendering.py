@@ -16,8 +16,8 @@ from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
 from common.text.dialect import Dialect
 
-QUESTION = {"role": "user", "content": "hi"}
-CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+QUESTION: dict[str, Any] = {"role": "user", "content": "hi"}
+CALL: dict[str, Any] = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
 
 
 @functools.cache
@@ -56,6 +56,21 @@ def test_a_result_and_words_are_one_turn_where_turns_alternate() -> None:
     expected = [theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)]
     assert prompts(ChatRequest, "messages", chat, "gemma3-tiny") == expected
     assert prompts(MessagesRequest, "messages", messages, "gemma3-tiny") == expected
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])
+def test_items_of_an_answer_are_one_message_in_any_order(model: str) -> None:
+    call: dict[str, Any] = {"type": "function_call", "call_id": "a", **CALL["function"]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    result = {"type": "function_call_output", "call_id": "a", "output": "20"}
+    chat = [
+        QUESTION,
+        {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+    ]
+    expected = prompts(ChatRequest, "messages", chat, model)
+    for answer in ([call, said], [said, call]):
+        assert prompts(ResponsesRequest, "input", [QUESTION, *answer, result], model) == expected
 
 
 #: Turns as clients' libraries send them back, and the same turns without the fields that the libraries add.

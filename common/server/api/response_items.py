@@ -1,6 +1,7 @@
 """Items of responses: messages, reasoning, function calls and their outputs; and the store that keeps them.
 
-Items become messages of chat. Reasoning, an answer and calls, in this order, become one message of the assistant:
+Items become messages of chat. Reasoning, an answer and calls become one message of the assistant, also if the
+answer comes after the calls:
 
 ```text
 message (user)                                   {"role": "user", "content": "…"}
@@ -176,8 +177,8 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
                 calls.append(item.as_call())
             case FunctionCallOutput():
                 messages.append(message("tool", item.output, tool_call_id=item.call_id))
-            case MessageItem(role="assistant") if only_reasons:
-                messages[-1] = message("assistant", item.content)
+            case MessageItem(role="assistant") if last and last.role == "assistant" and not last.content:
+                messages[-1] = message("assistant", item.content, tool_calls=last.tool_calls)
             case _:
                 messages.append(message(item.role, item.content))
     for place, texts in thoughts.items():
