@@ -32,7 +32,7 @@ def test_a_killed_server_starts_again_on_its_port() -> None:
         (interrupted,) = in_background(1, lambda _: first.events(max_tokens=4000, ignore_eos=True))
         eventually(lambda: first.counters()["decode_tokens"] > 20)
         first.process.kill()
-        assert first.wait() == -9
+        assert first.process.wait(HANG_S) == -9
         assert isinstance(interrupted.exception(HANG_S), httpx.TransportError)
         with ServerProcess(PHASE, "--port", str(first.port)) as second:
             assert second.port == first.port

@@ -147,7 +147,6 @@ def test_an_idle_server_ends_at_once_with_connections_open(mortal: ServerProcess
     mortal.signal()
     assert mortal.wait() == 0
     assert time.monotonic() - started < 20, "the shutdown timeout of 30 s is not waited for"
-    mortal.read_the_rest()
     *_, last = mortal.log_text.splitlines()
     assert "SIGTERM: finishing what runs" in last, "nothing is said after that, by no library either"
 
@@ -177,7 +176,6 @@ def test_a_second_signal_ends_the_server_now(mortal: ServerProcess) -> None:
     eventually(lambda: mortal.client.get("/ready").status_code == 503)
     mortal.signal(signal.SIGINT)
     assert mortal.wait() == 1
-    mortal.read_the_rest()
     first, second = mortal.log_text.splitlines()
     assert first.endswith(
         "INFO    SIGINT: finishing what runs, for up to 30 s; a second signal ends it at once"

@@ -295,18 +295,16 @@ class ServerProcess(Served):
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        return self.process.wait(HANG_S)
-
-    def read_the_rest(self) -> None:
-        """Wait until the rest of an ended process's output is read."""
+        """Wait until the process has ended and its output is read to the end. Returns its exit code."""
+        code = self.process.wait(HANG_S)
         for reader in self._readers:
             reader.join(HANG_S)
+        return code
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
-        self.read_the_rest()  # a reader of a closed pipe would raise, and fail the test that runs then
+        self.wait()  # a reader of a closed pipe would raise, and fail the test that runs then
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
