@@ -92,14 +92,16 @@ def test_where_an_answer_ends(
 
 @pytest.mark.parametrize("form", ["folder", "GGUF"])
 def test_a_template_of_ones_own_says_where_an_answer_ends(form: str, tmp_path: Path) -> None:
-    """A base model, whose EOS no chat message ends with, gets a template in the form ChatML."""
+    """A base model gets a template whose messages end with a token that is no end elsewhere."""
     model = folder_of(tmp_path, "qwen3-tiny", {"eos_token": "<|endoftext|>"}, vocab_size=1000)
     (model / "chat_template.jinja").unlink()
     if form == "GGUF":
         model = save_gguf(model, tmp_path / "model.gguf", tokenizer="qwen3-tiny")
-    end = AutoTokenizer.from_pretrained(zoo("qwen3-tiny")).convert_tokens_to_ids("<|im_end|>")
-    package = find_phase("static")
-    for template, is_end in ((None, False), (Path(__file__).parent / "templates" / "chatml.jinja", True)):
+    end = AutoTokenizer.from_pretrained(zoo("qwen3-tiny")).convert_tokens_to_ids("<|im_start|>")
+    package, odd = find_phase("static"), tmp_path / "odd.jinja"
+    chatml = (Path(__file__).parent / "templates" / "chatml.jinja").read_text()
+    odd.write_text(chatml.replace("<|im_end|>", "<|im_start|>"))
+    for template, is_end in ((None, False), (odd, True)):
         config = package.Config(model=str(model), chat_template=template, device="cpu", dtype="float32")
         assert (end in package.build_engine(config).maker.facts.eos_token_ids) == is_end
 
