@@ -70,6 +70,7 @@ _HUB_FILES = [
     "tokenizer_config.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
     "model*.safetensors",
     "model.safetensors.index.json",
 ]

@@ -188,6 +188,8 @@ def test_only_what_is_needed_of_a_hub_id_is_downloaded(
     hub, cache = save_tiny(tmp_path / "hub", "qwen3", shard_size="60KB", eos_token_id=3), tmp_path / "cache"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(zoo("qwen3-tiny") / name, hub)
+    (hub / "additional_chat_templates").mkdir()
+    (hub / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
     (hub / "original").mkdir()
     for name in NOT_NEEDED:
         (hub / name).write_bytes(b"not needed")
@@ -196,16 +198,19 @@ def test_only_what_is_needed_of_a_hub_id_is_downloaded(
 
     def download(hub_id: str, *, allow_patterns: list[str]) -> str:
         assert hub_id == REPO
-        cache.mkdir()
         for name in filter_repo_objects(present, allow_patterns=allow_patterns):
             fetched.add(name)
-            shutil.copy(hub / name, cache)
+            (cache / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(hub / name, cache / name)
         return str(cache)
 
     monkeypatch.setattr(registry.huggingface_hub, "snapshot_download", download)
     checkpoint = open_checkpoint(REPO)
     assert (checkpoint.name, checkpoint.config.eos_token_ids) == (REPO, {3})
-    assert checkpoint.tokenizer().encode("the fox")
+    tokenizer = checkpoint.tokenizer()
+    assert tokenizer.encode("the fox")
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.for_tools.source == "with tools"
     load_model(checkpoint, device=CPU, dtype=torch.float32, max_positions=64)
     assert fetched == {*present} - {*NOT_NEEDED}
     assert any(name.startswith("model-00002") for name in fetched)
