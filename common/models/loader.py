@@ -89,6 +89,10 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
             type that is not read.
     """
     dtypes = _DTYPES | (_INTEGERS if quantized else {})
+    if (
+        folder / SINGLE_FILE
+    ).is_file():  # as transformers, whose save of one file leaves the index of earlier shards
+        return _read_header(folder / SINGLE_FILE, dtypes)
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -100,8 +104,6 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
                 raise StartupError(f"{folder} lacks {name:.80}, which its {INDEX_FILE} names")
             tensors |= _read_header(folder / name, dtypes)
         return tensors
-    if (folder / SINGLE_FILE).is_file():
-        return _read_header(folder / SINGLE_FILE, dtypes)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise StartupError(

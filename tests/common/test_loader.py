@@ -21,7 +21,10 @@ from tests.support.forked import in_a_fork, memory_bytes
 from tests.support.models import (
     ARCHITECTURES,
     draw_ids,
+    largest_difference,
     load,
+    oracle_logits,
+    oracle_of,
     refusal_of,
     save_tiny,
     solo_logits,
@@ -123,6 +126,16 @@ def assert_holds(model: CausalLM, stored: dict[str, Tensor]) -> None:
 def test_every_tensor_lands_in_its_rows(architecture: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, architecture, **BIASED[architecture])
     assert_holds(load(folder), read(folder))
+
+
+def test_a_single_file_goes_before_an_index_of_earlier_shards(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", seed=1, shard_size="60KB")
+    save_tiny(tmp_path, "llama", seed=2)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    ids = draw_ids(20)
+    assert (
+        largest_difference(solo_logits(load(tmp_path), ids), oracle_logits(oracle_of(tmp_path), ids)) < 1e-4
+    )
 
 
 def test_shards_are_one_checkpoint(llama: Path, tmp_path: Path) -> None:
