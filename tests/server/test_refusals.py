@@ -270,7 +270,7 @@ ITEMS: list[tuple[dict[str, Any], str, str]] = [
         )
     ),
     ({"top_logprobs": 3}, "top_logprobs", "include"),
-    ({"include": ["file_search_call.results"]}, "include", ""),
+    ({"include": ["file_search"]}, "include", ""),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
 ]
 

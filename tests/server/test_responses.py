@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseIncludable, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.servers import (
@@ -262,6 +262,18 @@ def test_skipped_tools_are_named_as_unknown_fields_are(server: ServerProcess) ->
     ):
         answer = server.ask("/v1/responses", tools=tools, max_output_tokens=1)
         assert (answer.status_code, answer.headers["x-infer-ignored"]) == (200, named)
+
+
+def test_openais_values_of_include_are_taken(server: ServerProcess) -> None:
+    """Those of tools that are skipped are named as the tools are: the AI SDK adds one to each search of the web."""
+    values = get_args(ResponseIncludable)
+    answer = server.ask("/v1/responses", include=values, max_output_tokens=1)
+    ignored = [
+        f"include[{number}].{value}"
+        for number, value in enumerate(values)
+        if value not in ("message.output_text.logprobs", "reasoning.encrypted_content")
+    ]
+    assert (answer.status_code, answer.headers["x-infer-ignored"]) == (200, ",".join(ignored))
 
 
 def test_a_streamed_call_has_openais_events(server: ServerProcess) -> None:

@@ -85,8 +85,17 @@ from common.server.service import Served
 
 router = APIRouter(route_class=JsonRoute)
 
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
-LOGPROBS, ENCRYPTED = get_args(Includable)
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+LOGPROBS, ENCRYPTED, *WITHOUT_EFFECT = get_args(Includable)
 
 #: `sequence_number` of the first event that `lost` returns. Every event that was sent has a lower number.
 AFTER_ALL = 2**31
@@ -245,7 +254,9 @@ class ResponsesRequest(ConversationRequest):
     tools of other types are skipped"""
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
-        default=None, description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text"
+        default=None,
+        description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text; OpenAI's other "
+        "values are ignored",
     )
     top_logprobs: Whole | None = Field(
         default=None, ge=0, le=20, description=f"likeliest tokens beside each; with `{LOGPROBS}` in `include`"
@@ -422,6 +433,9 @@ class ResponsesRequest(ConversationRequest):
         if not self.turns:
             raise refused("input", "no item in it is a message, a call, an output or reasoning with a text")
         refuse_long("input", self.turns)
+        for number, name in enumerate(self.include or ()):
+            if name in WITHOUT_EFFECT:
+                note(self._ignored, f"include[{number}].", name)
         if self.top_logprobs and self.reported_logprobs is None:
             raise refused("top_logprobs", f'only with "{LOGPROBS}" in include')
 
