@@ -215,11 +215,12 @@ class Engine:
 
     def next_wake(self) -> float | None:
         """Return when to call `step` again, in seconds on the engine's clock. None: the engine is dead, or has no
-        work before a request is added or cancelled, or `resume` is called."""
+        work before a request is added or cancelled, or `resume` is called. A step that `wait` began is due, even if
+        a pause has left it nothing to compute: its record must say what the engine has now."""
         if self.dead is not None:
             return None
         now = self.clock()
-        if self._owes_outputs or self.runner.in_flight:
+        if self._owes_outputs or self.runner.in_flight or self._begun is not None:
             return now
         if self.paused:  # requests may still time out
             return self._deadlines[0][0] if self._deadlines else None

@@ -261,6 +261,35 @@ def test_times_are_the_clocks() -> None:
     assert engine.telemetry.counters.busy_s == 0.5
 
 
+def test_a_pause_after_a_step_was_begun_is_not_counted_as_its_time(phase: str) -> None:
+    clock = Clock()
+    engine = build(phase, clock=clock)
+    request = add(engine, "a", greedy(4))
+    outputs = engine.step()
+    engine.wait()
+    engine.pause()
+    while engine.is_due:
+        outputs += engine.step()
+    clock.advance(60.0)
+    engine.resume()
+    outputs += run(engine)
+    assert tokens_of(outputs, request) == continuation(request.prompt_token_ids, 4)
+    assert {record.duration_s for record in engine.telemetry.records} == {0.0}
+
+
+def test_a_reset_after_a_step_was_begun_leaves_a_record_without_requests(phase: str) -> None:
+    engine = build(phase)
+    request = add(engine, "a", greedy(2))
+    while not request.is_terminal:
+        engine.step()
+    engine.wait()
+    engine.reset_prefix_cache()
+    while engine.is_due:
+        engine.step()
+    assert engine.telemetry.latest is not None
+    assert engine.telemetry.latest.active == 0
+
+
 # ---------------------------------------------------------------------- checking requests
 
 
