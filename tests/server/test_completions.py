@@ -316,6 +316,8 @@ def test_without_max_tokens_an_answer_is_shorter_where_fewer_fit(server: ServerP
     for room, expected in ((129, 128), (128, 128), (127, 127), (1, 1)):
         answer = server.complete(prompt=[300] * (most - room), max_tokens=None, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == expected
+    unlimited = server.complete(prompt=[300] * (most - 140), max_tokens=-1, ignore_eos=True)
+    assert unlimited["usage"]["total_tokens"] == most, "as llama.cpp's clients mean it"
     cut = server.complete(prompt=[300] * most, max_tokens=None, truncate_prompt_tokens=-1, ignore_eos=True)
     assert cut["usage"] | {"prompt_tokens": most - 128, "completion_tokens": 128} == cut["usage"]
 

@@ -260,7 +260,7 @@ SAME: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("completions", {"max_tokens": 9.0, "n": 2.0, "top_k": 1.0}, {"max_tokens": 9, "n": 2, "top_k": 1}),
     ("completions", {"temperature": 1.5, "top_p": 0}, {"temperature": 0}),
     ("completions", {"stop": ["", " the"]}, {"stop": " the"}),
-    ("completions", {"stop": "", "max_tokens": -1}, {"stop": [], "max_tokens": None}),
+    ("completions", {"stop": ""}, {"stop": []}),
     ("completions", {"logprobs": False, "stream_options": {"include_usage": True}}, {}),
     (
         "completions",

@@ -54,7 +54,7 @@ from common.server.api.answer import (
 )
 from common.server.api.logprobs import PromptLogprobs, completion_logprobs, prompt_logprobs
 from common.server.api.stream import event
-from common.server.api.wanted import GenerationRequest, Shown, Text, TokenId, Whole, no_limit
+from common.server.api.wanted import GenerationRequest, Shown, Text, TokenId, Whole
 from common.server.errors import ApiError, ErrorResponse, from_exception, refused
 from common.server.routes import OF_TEXT, JsonRoute, answers, event_stream, generate
 from common.server.service import Served
@@ -108,12 +108,12 @@ class CompletionRequest(GenerationRequest):
 
     places: ClassVar[tuple[str, ...]] = ("all bodies", "completions")
     adds_special_tokens_by_default: ClassVar[bool] = True
-    default_new_tokens: ClassVar[int | None] = 128
 
     prompt: GivenPrompt
     """one prompt or several; special tokens are added to text, not to token ids"""
-    max_tokens: Annotated[Annotated[Whole, Field(ge=0)] | None, BeforeValidator(no_limit)] = None
-    """default: 128, or fewer if fewer fit; 0 computes only the prompt, for `echo` or `prompt_logprobs`"""
+    max_tokens: Annotated[Whole, Field(ge=-1)] | None = None
+    """default: 128, or fewer if fewer fit; -1: as many as fit; 0 computes only the prompt, for `echo` or
+    `prompt_logprobs`"""
     logprobs: Annotated[
         Annotated[Whole, Field(ge=0, le=20)] | None,
         BeforeValidator(
@@ -138,7 +138,11 @@ class CompletionRequest(GenerationRequest):
     def max_new_tokens(self) -> int | None:
         """The largest number of tokens to sample; None: `default_new_tokens`. If `max_tokens` is 0, one token is
         sampled, and the answer leaves it out."""
-        return None if self.max_tokens is None else max(1, self.max_tokens)
+        return None if self.max_tokens in (None, -1) else max(1, self.max_tokens)
+
+    @property
+    def default_new_tokens(self) -> int | None:
+        return None if self.max_tokens == -1 else 128
 
     @property
     def reported_logprobs(self) -> int | None:

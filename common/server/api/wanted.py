@@ -188,7 +188,6 @@ class GenerationRequest(Body):
 
     adds_special_tokens_by_default: ClassVar[bool]
     has_parts: ClassVar[bool] = False  # thoughts and tool calls are kept apart from the answer's text
-    default_new_tokens: ClassVar[int | None] = None  # the most new tokens by default; None: as many as fit
     cuts_max_tokens: ClassVar[bool] = False  # more new tokens than fit behind the prompt are no error
 
     model: str | None = None
@@ -290,6 +289,11 @@ class GenerationRequest(Body):
     def max_new_tokens(self) -> int | None:
         """The largest number of new tokens; None: `default_new_tokens`."""
         raise NotImplementedError
+
+    @property
+    def default_new_tokens(self) -> int | None:
+        """The largest number of new tokens of a body that names none; None: as many as fit."""
+        return None
 
     @property
     def reported_logprobs(self) -> int | None:
