@@ -20,6 +20,7 @@ import itertools
 import os
 import struct
 import time
+import weakref
 from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
@@ -37,7 +38,7 @@ class BlockFile:
     """A locked, preallocated file for as many blocks of `block_bytes` bytes as `limit` bytes hold.
 
     It is the first file `NAME-NUMBER.kv` of a folder that is not open elsewhere. A file of another size is emptied,
-    since its places are elsewhere.
+    since its places are elsewhere. When nothing refers to this object any more, the file is closed.
 
     Raises:
         OSError: the file cannot be opened, or the disk is full.
@@ -63,6 +64,7 @@ class BlockFile:
                 os.close(self._file)
                 if not isinstance(error, BlockingIOError):  # else another server has this file
                     raise
+        self._close = weakref.finalize(self, os.close, self._file)
 
     def blocks(self) -> list[tuple[bytes, int]]:
         """Return keys and places of the blocks, in the order of their writes. Only `read` compares checksums."""
@@ -103,7 +105,7 @@ class BlockFile:
 
     def close(self) -> None:
         """Close and unlock the file."""
-        os.close(self._file)
+        self._close()
 
     def _offset(self, place: int) -> int:
         return self.places * HEADER_BYTES + place * self.block_bytes

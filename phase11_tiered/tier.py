@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
+import torch
+
 from phase8_prefix.tree import Node
 from phase11_tiered.block_file import BlockFile
 
@@ -81,9 +83,10 @@ class Tier:
         Yields None while the next block is being read, and then its data, by which the caller extends the path. A
         block by which the path has grown meanwhile is left out. The first is always None. Ends after the last
         block, at once if computing the blocks takes less time than reading them, and early if a read fails or if
-        all takes too long.
+        all takes too long. Blocks that have come are never too late: a long step may have kept the caller.
         """
-        first, known = len(path), list(itertools.takewhile(self._places.__contains__, keys))
+        first, waited_for = len(path), -1
+        known = list(itertools.takewhile(self._places.__contains__, keys))
         compute_s = len(known) * self.block_s
         if known and (len(self._writes) + len(self._reads) + len(known)) * self.read_s > compute_s:
             self._counts["tier_declined"] += len(known)
@@ -95,31 +98,40 @@ class Tier:
             if not ahead:
                 return  # the block was evicted meanwhile
             if index == 0:
+                waited_for = 0
                 yield None
             while len(path) == first + index:
-                if self.clock() > until_s:
-                    self._fail("blocks were not read in time", len(known) - index)
-                    self.read_s = LATE * self.block_s
-                    return
                 if not ahead[0].done():
-                    yield None
-                elif error := ahead[0].exception():
+                    if self.clock() <= until_s:
+                        waited_for = index
+                        yield None
+                        continue
+                    if waited_for == index:  # else its read has just begun: steps took the time, not the disk
+                        self._fail("blocks were not read in time", len(known) - index)
+                        self.read_s = LATE * self.block_s
+                    return
+                if error := ahead[0].exception():
                     self._fail(error)
                     self._forget(key)  # it is written again when it was computed
                     return
-                else:
-                    self._counts["tier_hits"] += 1
-                    self._counts["tier_read_bytes"] += self._file.block_bytes
-                    self._counts["tier_saved_s"] += self.block_s - self.read_s
-                    yield ahead[0].result()
+                self._counts["tier_hits"] += 1
+                self._counts["tier_read_bytes"] += self._file.block_bytes
+                self._counts["tier_saved_s"] += self.block_s - self.read_s
+                yield ahead[0].result()
 
     def keep(self, nodes: Sequence[Node]) -> None:
-        """Write the nodes' blocks that the file lacks, as far as the disk is not behind."""
+        """Write the nodes' blocks that the file lacks, as far as the disk is not behind and there is memory for
+        copies."""
         self._end_writes()
         missing = [node for node in nodes if node.digest not in self._places]
-        taken = missing[: MOST_WRITES - len(self._writes)]
+        taken = missing[: max(0, MOST_WRITES - len(self._writes))]
+        copies: Iterable[memoryview] = []
+        try:
+            copies = self._load([node.block for node in taken])
+        except (MemoryError, torch.OutOfMemoryError):
+            taken = []
         self._counts["tier_skipped"] += len(missing) - len(taken)
-        for node, data in zip(taken, self._load([node.block for node in taken]), strict=True):
+        for node, data in zip(taken, copies, strict=True):
             place = self._free.pop() if self._free else self._places.popitem(last=False)[1]
             self._places[node.digest] = place
             write = self._thread.submit(self._file.write, place, node.digest, data)

@@ -6,10 +6,13 @@ import errno
 import logging
 import os
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.engine.engine import Engine
 from phase11_tiered import tier as tier_module
@@ -160,6 +163,53 @@ def test_a_disk_that_is_slower_than_computing(
     assert tier_of(engine).counts()["tier_declined"] == 2 * (10 + 5), "tried once, and measured"
     assert len(lines(caplog)) == 1
     released.set()
+    stop(engine)
+
+
+@pytest.mark.parametrize("most_reads", [32, 3])
+def test_steps_that_take_long_are_not_the_disks_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most_reads: int
+) -> None:
+    """Blocks that have come are taken, however late it is. For others, the request waits no longer."""
+    warmed(tmp_path)
+    engine, now_s = engine_of(tmp_path), 0.0
+    tier = tier_of(engine)
+    monkeypatch.setattr(tier, "clock", lambda: now_s)
+    monkeypatch.setattr(tier_module, "MOST_READS", most_reads)
+    request = add(engine, TEXT, greedy(4))
+    engine.step()
+    settle(engine)
+    now_s += 3600.0
+    if most_reads == 3:  # the reads that begin now have not ended at once
+        tier._thread.submit(time.sleep, 0.2)
+    assert_answered(run(engine), [request])
+    assert request.cached_tokens >= 4 * min(most_reads, 10)
+    assert (tier.counts()["tier_failures"], lines(caplog)) == (0, [])
+    pool_of(engine).clear()
+    assert_serves(engine, cached=40)
+    assert tier.counts()["tier_declined"] == 0, "the disk counts as quick as it is"
+    stop(engine)
+
+
+def test_blocks_are_not_written_if_there_is_no_memory_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tmp_path)
+    tier = tier_of(engine)
+    load = tier._load
+
+    def refuse(blocks: Sequence[int]) -> list[memoryview]:
+        if blocks:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return []
+
+    monkeypatch.setattr(tier, "_load", refuse)
+    assert_serves(engine)
+    assert (engine.dead, tier.counts()["tier_skipped"], tier.size[0]) == (None, 17, 0)
+    monkeypatch.setattr(tier, "_load", load)
+    pool_of(engine).clear()
+    assert_serves(engine)
+    assert tier.size[0] > 0
     stop(engine)
 
 

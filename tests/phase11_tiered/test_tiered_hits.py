@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,19 @@ def test_two_servers_with_one_folder_have_a_file_of_their_own_each(tmp_path: Pat
         stop(engine)
 
 
+def test_an_engine_that_nobody_has_any_more_leaves_its_file(tmp_path: Path) -> None:
+    """As in a notebook, where a cell that builds the engine runs again."""
+    engine = engine_of(tmp_path)
+    ask(engine, TEXT)
+    settle(engine)
+    del engine
+    gc.collect()
+    engine = engine_of(tmp_path)
+    assert ask(engine, TEXT).cached_tokens == 40
+    assert len(list(tmp_path.iterdir())) == 1
+    stop(engine)
+
+
 @pytest.mark.parametrize("when", ["after the writes", "before the writes"])
 def test_a_reset_clears_the_file(tmp_path: Path, when: str) -> None:
     engine, idle = engine_of(tmp_path), threading.Event()
@@ -212,6 +226,20 @@ def test_what_a_slow_disk_cannot_take_is_skipped_and_pushes_nothing_out_of_the_f
     stop(engine)
     engine = engine_of(tmp_path)
     assert [ask(engine, each.prompt_token_ids).cached_tokens for each in (lost, held)] == [0, 40]
+    stop(engine)
+
+
+def test_a_reset_while_the_disk_is_behind_makes_no_room_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "MOST_WRITES", 11)
+    engine, idle = engine_of(tmp_path), threading.Event()
+    tier_of(engine)._thread.submit(idle.wait)
+    ask(engine, TEXT)
+    pool_of(engine).reset_prefix_cache()
+    ask(engine, other(1))
+    assert engine.telemetry.counters.tier_skipped == 11
+    idle.set()
     stop(engine)
 
 
