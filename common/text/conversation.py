@@ -136,7 +136,8 @@ def adapted(messages: Sequence[Message], accepts: Accepts) -> list[dict[str, Any
 
     A developer's message becomes a system message, unless the template names that role. It joins the system message
     before it. If the template does not show later messages of its role, it joins the first message, as do later
-    system messages. If the template does not show two messages of the user in a row, they become one, as in
+    system messages. If the template shows no system message, its text begins the user's first message, as in
+    llama.cpp's server. If the template does not show two messages of the user in a row, they become one, as in
     Anthropic's API. So do those of the assistant, except for messages with calls. Where a message has more calls
     than the template shows, each call gets a message, followed by its result.
     """
@@ -165,6 +166,12 @@ def _with_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]
             groups[-1].append(message)
         else:
             groups.append([message])
+    shown = accepts.texts | accepts.parts
+    if groups and groups[0][0]["role"] == "system" and "user" in shown and "system" not in shown:
+        said: list[Message] = [{**each, "role": "user"} for each in groups.pop(0)]
+        if not groups or groups[0][0]["role"] != "user":
+            groups.insert(0, [])
+        groups[0][:0] = said
     return [group[0] if len(group) == 1 else _one_of(group) for group in groups]
 
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from common.constrained.tool_calls import Function, told_in_messages
 from common.errors import InvalidRequestError, StartupError
 from common.models.registry import ZOO
 from common.text.chat_template import ChatTemplate
@@ -66,11 +67,13 @@ def as_read(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         role, content = message["role"], message["content"]
         if role == "developer" and "'developer'" not in TEMPLATES[name]:
             role = "system"
+        if role == "system" and name == "pairs":
+            role = "user"
         if isinstance(content, str):
             content = parts(content) if role in from_text else content
         elif role not in from_parts:
             content = "".join(part["text"] for part in content)
-        if name == "turns" and told and told[-1]["role"] == role:
+        if name in ("pairs", "turns") and told and told[-1]["role"] == role:
             told[-1]["content"] += f"\n\n{content}"
         else:
             told.append({**message, "role": role, "content": content})
@@ -129,6 +132,7 @@ def developer(text: str) -> dict[str, Any]:
 
 ONE_BY_ONE = [QUESTION, called(call(1), content="Hm."), result(1), called(call(2)), result(2)]
 WRITTEN = '{"at": "a fox"}'
+TOLD = told_in_messages("hermes", [], [Function("look", None, {})])[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,17 @@ WRITTEN = '{"at": "a fox"}'
             [{"role": "system", "content": parts("a")}, {"role": "user", "content": []}],
         ),
         ("chatml", [{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
+        (
+            "pairs",
+            [system("a"), developer("b"), QUESTION, ANSWER, system("c"), QUESTION],
+            [QUESTION | {"content": f"a\n\nb\n\nc\n\n{QUESTION['content']}"}, ANSWER, QUESTION],
+        ),
+        ("pairs", [system("a"), ANSWER], [QUESTION | {"content": "a"}, ANSWER]),
+        (
+            "pairs",
+            told_in_messages("hermes", [QUESTION], [Function("look", None, {})]),
+            [QUESTION | {"content": f"{TOLD}\n\n{QUESTION['content']}"}],
+        ),
         (
             "turns",
             [QUESTION, ANSWER, {"role": "assistant", "content": parts("b", "c")}, QUESTION, QUESTION],
