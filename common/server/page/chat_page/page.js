@@ -214,13 +214,15 @@
   document.addEventListener("invalid", () => { /* otherwise the browser's message has no place */
     element("talk-head").querySelector("details").open = true;
   }, true);
+  /* Whether a key belongs to an input method. Safari ends the composition before this event (WebKit bug 165004). */
+  const composes = (/** @type {KeyboardEvent} */ event) => event.isComposing || event.keyCode === 229;
   prompt.addEventListener("keydown", event => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
     event.preventDefault();
     element("compose").requestSubmit();
   });
   document.addEventListener("keydown", event => {
-    if (event.key !== "Escape") return;
+    if (event.key !== "Escape" || composes(event)) return;
     if (conversations.shown.isOpen) stop();
     else stopEditing();
   });
@@ -311,14 +313,16 @@
   async function keepWatching(viewer) {
     const tell = message => write(element("live-status"), message);
     for (;;) {
+      let wantsKey = false;
       try {
         await watch(viewer, tell);
         tell(WORDS.viewEnded);
       } catch (/** @type {any} */ error) {
-        tell(error.status === 401 ? "" : messageOf(error)); /* the field for the key is shown instead */
+        wantsKey = error.status === 401;
+        tell(wantsKey ? "" : messageOf(error)); /* the field for the key is shown instead */
       }
-      if (element("keyed").hidden) await new Promise(resolve => setTimeout(resolve, 2000));
-      else await new Promise(resolve => element("key").addEventListener("change", resolve, { once: true }));
+      if (wantsKey) await new Promise(resolve => element("key").addEventListener("change", resolve, { once: true }));
+      else await new Promise(resolve => setTimeout(resolve, 2000));
     }
   }
 
