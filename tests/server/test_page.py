@@ -390,7 +390,7 @@ def test_a_refusal_is_part_of_the_conversation(tab: Tab, chatty: ServerProcess) 
     write(tab, message)
     assert answered(tab) == "Failed."
     (refusal,) = [each for each in texts(tab, ".error") if each]
-    assert refusal.startswith("the prompt has ")
+    assert refusal.startswith("prompt is too long: ")
     assert tab.ask("document.getElementById('prompt').value") == message, "to try again"
     assert tab.ask("document.documentElement.scrollWidth") <= PHONE
     write(tab, "What is Nora?")
