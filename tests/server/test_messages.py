@@ -26,7 +26,13 @@ FOX_TOOLS: list[Any] = [
     for each in TOOLS
 ]
 ENDLESS = {"ignore_eos": True}
-EXTENSIONS = ("ignore_eos", "n", "structured_outputs", "temperature")  # fields that the library does not know
+EXTENSIONS = (
+    "cache_salt",
+    "ignore_eos",
+    "n",
+    "structured_outputs",
+    "temperature",
+)  # fields that the library does not know
 
 
 def library(server: ServerProcess, **settings: Any) -> anthropic.Anthropic:
@@ -132,6 +138,24 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic, streams: bool) 
 def test_an_answer_that_ends_its_turn(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**body(max_tokens=8_000, output_config={"effort": "high"}))
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+
+
+def test_a_cache_is_warmed_without_an_answer(client: anthropic.Anthropic) -> None:
+    system = "Answer in one short sentence, and never name the animal. " * 4
+    for streams in (False, True):
+        asked = body(system=system, cache_salt=f"warmed {streams}", max_tokens=0)
+        if streams:
+            with client.messages.stream(**asked) as stream:
+                warmed = stream.get_final_message()
+        else:
+            warmed = client.messages.create(**asked)
+        assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+        warm, cold = (
+            client.messages.create(**body(system=system, cache_salt=salt, max_tokens=8))
+            for salt in (f"warmed {streams}", f"cold {streams}")
+        )
+        assert warm.usage.cache_read_input_tokens > cold.usage.cache_read_input_tokens == 0
+        assert text_of(warm) == text_of(cold)
 
 
 def test_an_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
@@ -266,7 +290,7 @@ BLOCK = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     [
         ({"messages": []}, "messages"),
         ({"stop_sequences": 5}, "stop_sequences"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"system": "word " * 5000}, "prompt is too long: at least "),
         ({"n": 2}, "n"),
         ({"model": "claude"}, "zoo:llama-tiny"),

@@ -27,6 +27,7 @@ event: message_stop                or error: the answer failed
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
@@ -55,7 +56,7 @@ from common.server.api.tools import (
     ToolCall,
     by_kind,
 )
-from common.server.api.wanted import StopString
+from common.server.api.wanted import Shown, StopString
 from common.server.errors import ErrorDetail, MessagesError, from_exception, refused
 from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
@@ -239,8 +240,8 @@ class MessagesRequest(ConversationRequest):
     """each with a `role` and a `content`: a text, or blocks (text, thinking, tool_use, tool_result)"""
     system: chat.Content | None = None
     """a text, or blocks of text, before the messages"""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """default: as many as fit after the conversation"""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0: the prompt is computed, and cached, without an answer; default: as many as fit after the conversation"""
     stop_sequences: Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = None
     """strings that end the answer, left out of its text"""
     tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] | None = None  # type: ignore[assignment]  # chat has them in an envelope
@@ -292,7 +293,13 @@ class MessagesRequest(ConversationRequest):
 
     @property
     def max_new_tokens(self) -> int | None:
-        return self.max_tokens
+        """The most tokens to sample for an answer. If the body asks for 0, one is sampled, and the answer leaves it
+        out."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def shown(self) -> Shown:
+        return dataclasses.replace(super().shown, prompt_only=self.max_tokens == 0)
 
     @property
     def hints(self) -> dict[str, str | None]:
