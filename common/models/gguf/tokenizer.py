@@ -77,6 +77,14 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": lambda: _split_by(_LLAMA_3),
     "qwen2": lambda: _split_by(_QWEN_2),
 }
+#: Other names of these pre-tokenizers, as in llama.cpp, for models of the architectures that are read.
+_SAME_AS = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "mellum": "gpt-2",
+}
 
 
 class GGUFVocabulary:
@@ -219,11 +227,11 @@ class GGUFVocabulary:
         return tokenizer
 
     def _byte_level(self) -> Tokenizer:
-        name = self._entry("pre")
+        name = self._pre_tokenizer()
         if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
             raise StartupError(
-                f"{self._path}: the pre-tokenizer {name!r} is not implemented; it is not one of "
-                f"{', '.join(_PRE_TOKENIZERS)}"
+                f"{self._path}: the pre-tokenizer {name!r:.80} is not implemented; it is not one of "
+                f"{', '.join((*_PRE_TOKENIZERS, *_SAME_AS))}"
             )
         try:
             merges = [tuple(merge.split(" ")) for merge in self._entry("merges", [])]
@@ -236,6 +244,10 @@ class GGUFVocabulary:
         tokenizer.pre_tokenizer = _PRE_TOKENIZERS[name]()
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
+
+    def _pre_tokenizer(self) -> Any:
+        name = self._entry("pre")
+        return _SAME_AS.get(str(name), name)
 
     def _sentencepiece(self) -> Tokenizer:
         # Gemma's tokens of several spaces are stored as spaces. But when tokens are looked up, the text has "▁" for
@@ -303,7 +315,7 @@ class GGUFVocabulary:
 
         Without an entry that says so, it is added by the tokenizers for which llama.cpp adds it.
         """
-        by_default = self._entry("model") == "llama" or self._entry("pre") == "llama-bpe"
+        by_default = self._entry("model") == "llama" or self._pre_tokenizer() == "llama-bpe"
         return self._token("bos") if self._entry("add_bos_token", by_default) else None
 
 
