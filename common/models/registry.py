@@ -245,16 +245,17 @@ def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int)
 def _find_gguf(name: str) -> Path | None:
     """Return the GGUF file that a name stands for; None if the name stands for something else.
 
-    The name may be that of the file, of a folder (without `config.json`) that holds one GGUF model, or of a model
-    that `infer fetch` knows. A file is known by its ending or by its first bytes. A model that is split into parts
-    has the path of one of its parts.
+    The name may be that of the file, of a folder that holds one GGUF model and no Hugging Face checkpoint, or of a
+    model that `infer fetch` knows. Repositories of GGUF files may have a `config.json`, but no safetensors. A file
+    is known by its ending or by its first bytes. A model that is split into parts has the path of one of its parts.
 
     Raises:
         StartupError: there is no such file, the folder holds several models, or the model is not fetched yet.
     """
     path = Path(name)
     if path.is_dir():
-        names = [] if (path / "config.json").is_file() else sorted(each.name for each in path.glob("*.gguf"))
+        is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+        names = [] if is_checkpoint else sorted(each.name for each in path.glob("*.gguf"))
         found = names[0] if len(names) == 1 else first_part(names)
         if names and found is None:
             raise StartupError(f"{name} holds several GGUF files: name one of {', '.join(names)}")

@@ -324,6 +324,7 @@ def test_a_file_is_served(tmp_path: Path) -> None:
     """The latest phase serves a file by its path, and by the name of its folder."""
     folder = tmp_path / "served"
     folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')  # as some repositories of GGUF files have
     save_gguf(zoo("llama-tiny"), folder / "model.gguf", change=add_bos_and_scaling)
     params = SamplingParams(temperature=0.0, max_new_tokens=24)
     options = {"dtype": "float32", "max_seq_len": 64}
