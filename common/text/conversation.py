@@ -51,7 +51,7 @@ class Accepts:
         parts: the roles whose content may be a list of parts.
         developers: whether the template names the role `developer`.
         later: the roles, `system` and `developer`, of which the template shows messages after the first message.
-        alternating: the roles, `user` and `assistant`, of which the template does not show two messages in a row.
+        alternating: the roles, `user` and `assistant`, of which the template shows a message, but not two in a row.
         one_call_each: whether the template shows one call in a message, and refuses or drops a second one.
         argument_texts: whether the template reads a call's arguments as a JSON text, and not as an object.
     """
@@ -94,14 +94,15 @@ class Accepts:
         takes_objects = shown(_calls(*one, as_text=False)) is not None
         takes_texts = not takes_objects and shown(_calls(*one, as_text=True)) is not None
         takes_two = shown(_calls(*two, as_text=takes_texts)) is not None
+        texts, parts = taken(_text), taken(_parts)
         return cls(
-            texts=taken(_text),
-            parts=taken(_parts),
+            texts=texts,
+            parts=parts,
             developers=re.search("""['"]developer['"]""", source) is not None,
             later=frozenset(role for role in SYSTEM_ROLES if shown(_later(role)) is not None),
             alternating=frozenset(
                 role
-                for role in ("user", "assistant")
+                for role in {"user", "assistant"} & (texts | parts)  # it may fail on any conversation
                 if all(shown(_in_a_row(role, content)) is None for content in (_text, _parts))
             ),
             one_call_each=(takes_objects or takes_texts) and not takes_two,
