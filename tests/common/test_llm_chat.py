@@ -46,7 +46,7 @@ def test_the_last_message_is_continued(llm: LLM) -> None:
         ([[]], "a conversation needs a message"),
         ([{"role": "user"}], r"messages\[0\]: its content must be a text"),
         ([*OTHER, {"content": "x"}], r"messages\[1\]: its role must be a text"),
-        ([{"role": "user", "content": "fox " * 3000}], "the prompt has"),
+        ([{"role": "user", "content": "fox " * 3000}], "prompt is too long"),
         ([OTHER, [{"role": "user", "content": None}]], r"messages\[0\]: its content must be a text"),
     ],
     ids=lambda value: str(value)[:30],
