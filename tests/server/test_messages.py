@@ -26,13 +26,8 @@ FOX_TOOLS: list[Any] = [
     for each in TOOLS
 ]
 ENDLESS = {"ignore_eos": True}
-EXTENSIONS = (
-    "cache_salt",
-    "ignore_eos",
-    "n",
-    "structured_outputs",
-    "temperature",
-)  # fields that the library does not know
+# Fields that the library does not know.
+EXTENSIONS = ("cache_salt", "ignore_eos", "n", "structured_outputs", "temperature")
 
 
 def library(server: ServerProcess, **settings: Any) -> anthropic.Anthropic:
@@ -164,6 +159,10 @@ def test_an_answer_follows_a_schema(client: anthropic.Anthropic) -> None:
 
     parsed = client.messages.parse(**body(output_format=Fox, max_tokens=60))
     assert isinstance(parsed.parsed_output, Fox)
+    asked = body(max_tokens=60)  # as the beta structured-outputs-2025-11-13 sends it
+    schema = Fox.model_json_schema() | {"additionalProperties": False}
+    asked["extra_body"]["output_format"] = {"type": "json_schema", "schema": schema}
+    assert Fox.model_validate_json(text_of(client.messages.create(**asked))) == parsed.parsed_output
 
 
 # ---------------------------------------------------------------------- tools

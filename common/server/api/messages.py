@@ -10,7 +10,7 @@
 | `tools`: `input_schema`; tools that a server runs | `parameters`; left out |
 | `tool_choice`: `any`, `tool`; `disable_parallel_tool_use` | `required`, a function; `parallel_tool_calls` |
 | `thinking` | `enable_thinking` in `chat_template_kwargs` |
-| `output_config`: `effort`, `format` | `reasoning_effort`, `response_format` |
+| `output_config`: `effort`, `format`; `output_format` | `reasoning_effort`, `response_format` |
 
 The stream of an answer:
 
@@ -252,6 +252,8 @@ class MessagesRequest(ConversationRequest):
     """whether it thinks first; default: the template's"""
     output_config: OutputConfig | None = None
     """how much the model reasons, and the form of its answer"""
+    output_format: JsonFormat | None = None
+    """an older name of `output_config.format`; if both are sent, that one counts"""
     metadata: dict[str, Any] | None = None
     """a label: the log has its `user_id` as the user"""
     thread: Any = None
@@ -307,10 +309,11 @@ class MessagesRequest(ConversationRequest):
 
     @cached_property
     def named_grammar(self) -> tuple[str, Grammar] | None:
-        form = None if self.output_config is None else self.output_config.format
-        if form is None:
-            return super().named_grammar
-        return "output_config.format.schema", Grammar.json_schema(form.schema_)
+        if self.output_config is not None and self.output_config.format is not None:
+            return "output_config.format.schema", Grammar.json_schema(self.output_config.format.schema_)
+        if self.output_format is not None:
+            return "output_format.schema", Grammar.json_schema(self.output_format.schema_)
+        return super().named_grammar
 
     def _check_fields(self) -> None:
         super()._check_fields()
