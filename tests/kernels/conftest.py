@@ -7,7 +7,6 @@ is decorated, so `tests/conftest.py` sets `TRITON_INTERPRET` before anything imp
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -29,8 +28,10 @@ def require_triton(device: str) -> None:
 @pytest.fixture(scope="session")
 def native_kernels() -> None:
     """The native kernels, which tests/conftest.py loads unless they are switched off."""
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
+    try:
+        native.find_compiler()
+    except native.NativeKernelsError as error:
+        pytest.skip(str(error))
     if os.environ.get("INFER_NATIVE_KERNELS", "true").lower() in ("false", "0"):
         pytest.skip("INFER_NATIVE_KERNELS switches the native kernels off")
     assert native.load_native_kernels()
