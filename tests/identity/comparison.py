@@ -213,7 +213,8 @@ def subject_of(name: str) -> Subject:
 
 LOGIT_BOUND = 1e-4  # × max(1, max |logit|)
 NEAR_TIE = 1e-4  # a flip between logits this close is reported, not failed
-flips: set[tuple[tuple[int, ...], int]] = set()  # prompt and index of the token
+
+Flip = tuple[tuple[int, ...], int]  # prompt and index of the token
 
 
 @dataclass(frozen=True)
@@ -249,13 +250,13 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
 
 
 def assert_same(
-    name: str, subject: Subject, arrival: Arrival, tokens: list[int], logits: list[Tensor]
+    name: str, subject: Subject, arrival: Arrival, tokens: list[int], logits: list[Tensor], flips: set[Flip]
 ) -> None:
     """Assert that a request got the tokens and logits that it gets alone.
 
     If the model is not batch invariant here, logits may differ within a bound. A greedy token may differ at a near
-    tie, once a run. A drawn token may differ if the request's own draw takes it from these logits, and the other
-    from the logits alone. All later logits must be the ones that these tokens give.
+    tie, once among the requests that share `flips`. A drawn token may differ if the request's own draw takes it
+    from these logits, and the other from the logits alone. All later logits must be those that these tokens give.
     """
     alone = subject.alone(arrival.prompt, arrival.params)
     logits = logits[: len(tokens)]  # one more may have been computed before the end was known
@@ -305,8 +306,9 @@ def check_on(engine: Engine, subject: Subject, arrivals: Sequence[Arrival]) -> d
     """Serve requests on an engine that may have served others, and compare each with the request alone."""
     with recorded_logits() as logits:
         tokens = serve(engine, arrivals)
+    flips: set[Flip] = set()
     for name, got in tokens.items():
-        assert_same(f"{engine.config} {name}", subject, arrivals[int(name)], got, logits[name])
+        assert_same(f"{engine.config} {name}", subject, arrivals[int(name)], got, logits[name], flips)
     return tokens
 
 
