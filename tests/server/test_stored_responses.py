@@ -86,9 +86,14 @@ def test_a_stored_response_is_retrieved_with_its_input_until_it_is_deleted(clien
         ("assistant", first.output_text),
         ("user", THEN),
     ]
-    assert [item.id for item in client.responses.input_items.list(second.id)] == [
-        item.id for item in items[::-1]
-    ]
+    for limit in (1, 2, 3, 20):  # the library asks for further pages
+        pages = client.responses.input_items.list(second.id, limit=limit)
+        assert len(pages.data) == min(limit, 3)
+        assert [item.id for item in pages] == [item.id for item in items[::-1]]
+    behind = client.responses.input_items.list(second.id, order="asc", after=items[2].id)
+    assert (behind.data, behind.has_more) == ([], False)
+    with pytest.raises(openai.BadRequestError, match="in_0"):
+        client.responses.input_items.list(second.id, after="in_0")
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)

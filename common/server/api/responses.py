@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import Field, PrivateAttr, Tag
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -79,7 +79,7 @@ from common.server.api.tools import (
     functions_of,
 )
 from common.server.api.wanted import NewTokens, Whole, naming
-from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused
+from common.server.errors import ApiError, ErrorDetail, from_exception, json_response, refused, shorten
 from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
 
@@ -538,9 +538,9 @@ class InputItems(TypedDict):
 
     object: Literal["list"]
     data: Annotated[list[dict[str, Any]], Field(description="the latest first, unless `order` is `asc`")]
-    first_id: str
-    last_id: str
-    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class InputTokens(TypedDict):
@@ -799,14 +799,29 @@ async def delete_response(request: Request, service: Served, response_id: str) -
 @router.get("/v1/responses/{response_id}/input_items", **answers(InputItems, [404, 422]))
 @router.get("/openai/v1/responses/{response_id}/input_items", **answers(InputItems, [400, 404]))
 async def list_input_items(
-    request: Request, service: Served, response_id: str, order: Literal["asc", "desc"] = "desc"
+    request: Request,
+    service: Served,
+    response_id: str,
+    order: Literal["asc", "desc"] = "desc",
+    limit: int = Query(default=20, ge=1, le=100, description="the most items of one answer"),
+    after: str | None = Query(default=None, description="the id of an item: only those behind it"),
 ) -> Response:
     """Return the items that a stored response answers, those of earlier responses included."""
     items = service.stored.get(owner_of(request.headers), response_id).input_items(response_id)
     if order == "desc":
         items.reverse()
-    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
-    reply: InputItems = {"object": "list", "data": items, "has_more": False, **ends}  # type: ignore[typeddict-item]
+    places = {item["id"]: place for place, item in enumerate(items)}
+    if after is not None and after not in places:
+        raise refused("after", f"the response has no item {shorten(after, 100)!r}")
+    items = items[0 if after is None else places[after] + 1 :]
+    page = items[:limit]
+    reply: InputItems = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
     return json_response(reply)
 
 
