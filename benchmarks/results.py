@@ -288,7 +288,7 @@ class Run(_Model):
     def file_name(self) -> str:
         quick = "-quick" if self.workload.quick else ""
         what = f"{self.workload.name}-{slug(self.server.model)}{quick}"
-        return f"{what}-{self.comparison}-{slug(self.server.label)}-r{self.repeat}.json"
+        return f"{what}-{self.comparison}-{safe(self.server.label)}-r{self.repeat}.json"
 
     def save(self, folder: Path) -> Path:
         """Write this run's file and return its path."""
@@ -319,6 +319,10 @@ def is_complete(runs: Sequence[Run]) -> bool:
 
 
 def slug(name: str) -> str:
-    """Make a name safe as part of a file name: `dummy:llama-60m` becomes `llama-60m`."""
-    tail = name.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
-    return "".join(char if char.isalnum() or char in ".-_" else "-" for char in tail)
+    """Make a model's name safe and short as part of a file name: `dummy:llama-60m` becomes `llama-60m`."""
+    return safe(name.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1])
+
+
+def safe(name: str) -> str:
+    """Make a name safe as part of a file name: `phase 4` becomes `phase-4`."""
+    return "".join(char if char.isalnum() or char in ".-_" else "-" for char in name)

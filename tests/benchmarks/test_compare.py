@@ -16,12 +16,13 @@ import benchmarks.compare
 import benchmarks.environment
 import benchmarks.measure
 from benchmarks.compare import Comparison, compare
-from benchmarks.files import load_comparisons
+from benchmarks.files import load_comparisons, publish
 from benchmarks.loadgen import generate_load
 from benchmarks.measure import Measurement
+from benchmarks.peers.registry import peer_target
 from benchmarks.plots.groups import load_groups
 from benchmarks.results import LOCAL, Run, is_complete
-from benchmarks.servers import RunningServer, Target
+from benchmarks.servers import RunningServer, Setup, Target
 from benchmarks.workloads import Lengths, PromptWriter, Workload
 from tests.benchmarks.conftest import saved_runs
 from tests.benchmarks.fake_server import FakeServer
@@ -176,6 +177,16 @@ def test_a_run_beside_busy_programs_says_so(
     looks = iter([1.9, 0.0])
     _, printed = run_comparison(targets[:1], writer, tmp_path)
     assert "other programs took 1.9 of 2 cores just now" in printed
+
+
+def test_servers_whose_addresses_end_alike_have_files_of_their_own(
+    tmp_path: Path, writer: PromptWriter
+) -> None:
+    with FakeServer() as one, FakeServer() as other:
+        targets = [peer_target(f"{server.url}/v1", Setup()) for server in (one, other)]
+        run_comparison(targets, writer, tmp_path)
+    (published,) = publish(tmp_path, tmp_path / "out")
+    assert set(published.labels) == {f"{one.url}/v1", f"{other.url}/v1"}
 
 
 def test_a_result_holds_everything(tmp_path: Path, writer: PromptWriter) -> None:
