@@ -115,9 +115,9 @@ def read_holder(path: str, body: bytes) -> str:
 
     Returns an empty text if it refers to none. The name is a part of the ids of a replica's responses and items.
     """
-    _, responses, rest = path.partition("/v1/responses/")
+    rest = path.partition("/v1/responses/")[2]
     named: Any = rest.partition("/")[0]
-    if not responses and any(word in body for word in REFERENCES):
+    if rest in ("", "input_tokens") and any(word in body for word in REFERENCES):
         with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError):
             sent = orjson.loads(body)
             items = () if isinstance(sent["input"], str) else sent["input"]

@@ -66,6 +66,7 @@ def test_messages_of_anthropics_api_have_the_keys_of_the_last_turn() -> None:
         ("/v1/responses/resp_ab_12", {}, "ab"),
         ("/openai/v1/responses/resp_ab_12/input_items", {}, "ab"),
         ("/v1/responses", {"previous_response_id": "resp_ab_12", "input": "Hi"}, "ab"),
+        ("/v1/responses/input_tokens", {"previous_response_id": "resp_ab_12", "input": "Hi"}, "ab"),
         (
             "/v1/responses",
             {"input": [{"role": "user"}, {"type": "item_reference", "id": "msg_ab_12_0"}]},

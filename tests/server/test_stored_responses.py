@@ -53,6 +53,9 @@ def test_a_second_and_a_third_turn(client: openai.OpenAI, streams: bool) -> None
     user = [{"role": "user", "content": text} for text in (ASKED, THEN, THEN)]
     told = respond(client, [user[0], *first.output, user[1]])
     assert same(second, told), "instructions are not carried over"
+    counted = client.responses.input_tokens.count(input=THEN, previous_response_id=first.id)
+    assert second.usage is not None
+    assert counted.input_tokens == second.usage.input_tokens
     assert same(third, respond(client, [user[0], *first.output, user[1], *second.output, user[2]]))
     assert (second.previous_response_id, second.model_dump()["store"]) == (first.id, True)
 
