@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import pytest
 import torch
+from hypothesis import settings
 
 from kernels import native
 from kernels.dispatch import HAS_TRITON
@@ -28,6 +29,10 @@ if not torch.cuda.is_available():
 
 # The models of most tests are so small that threads only wait for each other, and test workers share the cores.
 torch.set_num_threads(1)
+
+# An example may take long on a busy machine. The profile keeps what Hypothesis sets by default here and in CI.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 # Tests compute with the native kernels, as servers do. With INFER_NATIVE_KERNELS=false they compute with torch, as
 # on a machine without a compiler; the servers that tests start read the same variable.

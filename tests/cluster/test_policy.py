@@ -41,7 +41,7 @@ def idle(names: str) -> dict[str, Load]:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(asked=st.lists(st.tuples(PROMPTS, REPLICAS), max_size=12), seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_same_questions_get_the_same_answers(
     name: str, asked: list[tuple[bytes, dict[str, Load]]], seed: int
 ) -> None:
@@ -56,7 +56,7 @@ def test_the_same_questions_get_the_same_answers(
 
 
 @given(loads=REPLICAS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_least_loaded_is_just_that(loads: dict[str, Load]) -> None:
     chosen = loads[LeastLoaded().choose([], loads)]
     assert (chosen.is_full, chosen.value) == min((load.is_full, load.value) for load in loads.values())
@@ -74,7 +74,7 @@ def test_a_turn_for_everybody() -> None:
 
 
 @given(prompts=st.lists(PROMPTS, min_size=1, max_size=20), seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_prompts_go_together(prompts: list[bytes], seed: int) -> None:
     """A prompt goes to the replica that served it first, whatever prompts came between."""
     policy, first = Prefix(seed), {}
@@ -85,7 +85,7 @@ def test_equal_prompts_go_together(prompts: list[bytes], seed: int) -> None:
 
 
 @given(load=LOADS, margin=st.floats(0, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_loaded_favourite_is_passed_over(load: Load, margin: float) -> None:
     policy = Prefix(margin=margin)
     keys = prefix_keys(b"x" * 3 * BLOCK_BYTES)
@@ -120,7 +120,7 @@ def test_a_replica_that_is_gone_is_nobodys_favourite() -> None:
 
 
 @given(shared=PROMPTS, one=st.binary(max_size=200), two=st.binary(max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_prompts_share_keys_as_far_as_they_share_blocks(shared: bytes, one: bytes, two: bytes) -> None:
     a, b = shared + one, shared + two
     same = 0
@@ -147,7 +147,7 @@ def test_a_salt_keeps_prompts_apart_and_long_ones_have_no_more_keys() -> None:
     ),
     capacity=st.integers(0, 12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_table_is_bounded_and_counts_right(orders: list[tuple[bytes, str, str]], capacity: int) -> None:
     table = HolderTable(capacity)
     for prompt, replica, order in orders:
@@ -171,7 +171,7 @@ def test_the_ends_of_old_prompts_are_forgotten_first() -> None:
 
 
 @given(load=LOADS, more=st.integers(0, 12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_requests_fill_seats_first_and_are_never_lost(load: Load, more: int) -> None:
     fuller = load.plus(more)
     assert fuller.active + fuller.waiting == load.active + load.waiting + more

@@ -207,7 +207,7 @@ def read(
 # ---------------------------------------------------------------------- schemas
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 @pytest.mark.slow
 def test_required_calls_follow_random_schemas(drawn: st.DataObject) -> None:

@@ -39,7 +39,7 @@ TOKENS = [token_id for token_id in range(EOS + 1 + len(PIECES)) if token_id != E
 # ---------------------------------------------------------------------- masks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts=st.lists(st.text('abcé\n"\\', min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
 @pytest.mark.slow
 def test_masks_of_choices_against_prefixes_of_their_bytes(texts: list[str], data: st.DataObject) -> None:

@@ -158,7 +158,7 @@ any_batch = given(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @any_batch
 def test_every_row_of_any_batch_against_the_oracle(
     rows: Rows, seed: int, spread: float, endless: list[tuple[int, list[int], float]]
@@ -167,7 +167,7 @@ def test_every_row_of_any_batch_against_the_oracle(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not published for this platform")
-@settings(max_examples=3, deadline=None)  # the interpreter is slow
+@settings(max_examples=3)  # the interpreter is slow
 @any_batch
 @pytest.mark.slow
 def test_a_gpus_kernel_against_the_oracle(
@@ -237,7 +237,7 @@ FILTERED = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.tuples(FILTERED, st.one_of(STEPS, st.integers(0, 1000))), min_size=1, max_size=5),
     candidates=st.integers(1, VOCAB),
@@ -418,7 +418,7 @@ PENALISED = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(st.tuples(PENALISED, HISTORY), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_counts_that_were_kept_penalise_like_counts_made_anew(
     rows: list[tuple[SamplingParams, list[int]]], seed: int
@@ -439,7 +439,7 @@ def test_counts_that_were_kept_penalise_like_counts_made_anew(
             request.token_ids.append(token_id)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.tuples(PENALISED, HISTORY, HISTORY, st.integers(0, VOCAB - 1), st.booleans()),

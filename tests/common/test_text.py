@@ -58,7 +58,7 @@ TEXTS = st.lists(CHARACTERS, max_size=20).map("".join)
 
 
 @pytest.mark.parametrize("name", ZOO_NAMES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS, cut=st.integers(0, 100))
 @example(text=FAMILY * 3, cut=9)
 @example(text="  two spaces", cut=0)
@@ -77,7 +77,7 @@ def test_deltas_join_to_the_text_decoded_at_once(name: str, text: str, cut: int)
     assert "".join(tell(tokenizer, generated, prompt=prompt)) == whole[len(before) :]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS, seed=st.integers(0, 1000))
 def test_tokens_may_begin_and_end_anywhere_in_a_character(text: str, seed: int) -> None:
     """Byte-level vocabularies may have many tokens in a row that end one character and begin the next."""
@@ -122,7 +122,7 @@ def test_broken_bytes_show_after_four_tokens_and_later_text_is_heard(tokenizer: 
 
 
 @pytest.mark.parametrize("name", ZOO_NAMES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFE, 0x41]), max_size=12))
 @example(data=[0xF0, 0x9F, 0x41])
 def test_after_any_bytes_later_text_is_heard(name: str, data: list[int]) -> None:
@@ -184,7 +184,7 @@ def longest_begun_stop(text: str, stops: Sequence[str]) -> int:
 LETTERS = st.text(alphabet="ab1\n", max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=LETTERS,
     stops=st.lists(st.text(alphabet="ab1\n", min_size=1, max_size=5), max_size=4),
@@ -263,7 +263,7 @@ def test_a_stop_string_over_several_tokens_never_leaks(said: str, stop: str, del
 
 
 @pytest.mark.parametrize("name", ZOO_NAMES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS)
 def test_ids_are_those_of_the_library(name: str, text: str) -> None:
     tokenizer = zoo(name)

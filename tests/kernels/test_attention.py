@@ -96,7 +96,7 @@ def passes(draw: st.DrawFn) -> list[tuple[int, int]]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sequences=passes(),
     block_size=st.integers(1, 9),

@@ -94,7 +94,7 @@ any_row = given(
 )
 
 
-@settings(max_examples=5, deadline=None)  # the interpreter is slow
+@settings(max_examples=5)  # the interpreter is slow
 @any_row
 @pytest.mark.slow
 def test_the_kept_tokens_are_those_of_a_sort(row: Row, uniform: float) -> None:

@@ -146,7 +146,7 @@ def test_a_result_between_two_bfloat16_numbers_is_rounded_as_by_torch() -> None:
 # ---------------------------------------------------------------------- bit for bit
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(2, 40), size=st.integers(1, 700), shift=st.integers(0, 9), dtype=st.sampled_from(DTYPES)
 )

@@ -139,7 +139,7 @@ def test_every_query_sees_what_the_rule_shows_it(triton_device, form):
     assert_exact(case.reference(), case)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sequences=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 60)), min_size=1, max_size=4),
     block_size=st.integers(1, 40),

@@ -115,7 +115,7 @@ def test_the_fused_kernel_takes_rows_with_gaps(way, step):
     way.assert_rounded(normed, oracle(total, weight))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(1, 9),
     size=st.integers(1, 300),

@@ -43,7 +43,7 @@ others = st.tuples(st.sampled_from(["reopen", "clear"]), st.just(0), st.just(0))
 
 
 @given(steps=st.lists(st.one_of(writes, spoiled, others), max_size=30))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_block_is_read_as_it_was_written_or_not_at_all(tmp_path: Path, steps: list[Any]) -> None:
     """Any byte of the file may change between two operations, in headers and in data."""
     file = open_file(tmp_path)

@@ -223,7 +223,6 @@ def test_the_pool_under_any_history(operations: int) -> None:
     chosen = settings(
         max_examples=operations // 60,  # examples may be short, and some steps find nothing to do
         stateful_step_count=100,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(PoolMachine, settings=chosen)

@@ -172,7 +172,7 @@ def test_text_becomes_the_same_parts_whole_and_letter_by_letter(case: str, thoug
 
 
 @pytest.mark.parametrize("kind", [PartsReader, HermesReader, LlamaReader, PythonReader])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_text_is_the_same_in_any_deltas(kind: type[PartsReader], data: st.DataObject) -> None:
     words = [
