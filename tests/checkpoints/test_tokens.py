@@ -62,4 +62,4 @@ def test_conversations_have_the_text_that_transformers_gives_them(chat_model: Re
 def test_a_model_that_is_not_for_chats_has_no_template(real: RealModel) -> None:
     assert (real.tokenizer.chat_template is None) == (real.name == "gemma3-270m")
     ends = {real.tokenizer.token_text(token_id) for token_id in real.checkpoint.config.eos_token_ids}
-    assert ends == ({"<|im_end|>"} if real.name == "smollm2" else {"<eos>"})
+    assert ends == ({"<|im_end|>", "<|endoftext|>"} if real.name == "smollm2" else {"<eos>", "<end_of_turn>"})
