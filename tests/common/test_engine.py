@@ -14,7 +14,7 @@ import pytest
 from common.engine.engine import Engine
 from common.engine.scheduling import StepPlan
 from common.engine.telemetry import StepRecord
-from common.errors import InvalidPromptError, InvalidRequestError
+from common.errors import ContextLengthError, InvalidPromptError, InvalidRequestError
 from common.models.layers import CausalLM
 from common.request import RequestState, SamplingParams, StepOutput
 from common.startup.phases import find_phase, phase_names
@@ -300,10 +300,10 @@ def test_a_reset_after_a_step_was_begun_leaves_a_record_without_requests(phase: 
         ([], greedy(4), InvalidPromptError, "prompt"),
         ([1, VOCAB], greedy(4), InvalidPromptError, "prompt"),
         ([-1], greedy(4), InvalidPromptError, "prompt"),
-        ([1] * 64, greedy(1), InvalidRequestError, "prompt"),
-        ("x" * 64, greedy(1), InvalidRequestError, "prompt"),
-        ("x" * 10_000, greedy(1), InvalidRequestError, "prompt"),
-        ([1] * 60, greedy(5), InvalidRequestError, "max_tokens"),
+        ([1] * 64, greedy(1), ContextLengthError, "prompt"),
+        ("x" * 64, greedy(1), ContextLengthError, "prompt"),
+        ("x" * 10_000, greedy(1), ContextLengthError, "prompt"),
+        ([1] * 60, greedy(5), ContextLengthError, "max_tokens"),
         ([1], greedy(4, stop_token_ids=(VOCAB,)), InvalidRequestError, "stop_token_ids"),
         ([1], greedy(4, stop_token_ids=(-1,)), InvalidRequestError, "stop_token_ids"),
     ],
