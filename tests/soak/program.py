@@ -41,7 +41,6 @@ from tests.support.servers import asking_for_health
 MODEL = "zoo:llama-tiny"
 OPTIONS = {
     "model": MODEL,
-    "port": "0",
     "max-batch-size": "16",
     "max-seq-len": "256",
     "max-waiting-requests": "256",
