@@ -1,7 +1,7 @@
 """Finds and loads models by name.
 
 A name is a folder, a GGUF file, a model that `infer fetch` knows, `zoo:NAME`, `dummy:PRESET`, or a Hugging Face hub
-id.
+id, with a quantization if the model is a GGUF file there.
 
 To add an architecture, write a subclass of `CausalLM`, or of a model that is already here, in a file of its own
 (`mistral.py` and `qwen2.py` are the shortest), and enter it in `ARCHITECTURES`. For GGUF files, enter its name in
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -62,6 +63,9 @@ GENERATION_CONFIG = "generation_config.json"
 _QUANTIZATION_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
+#: As for llama.cpp and vLLM: the repository, and the end of a file's name, such as Q4_K_M.
+_HUB_GGUF = re.compile(rf"({_HUB_ID.pattern}):(\w[\w.-]*?)(?:\.gguf)?")
+_NO_MODELS = "*mmproj*"  # GGUF files that turn pictures into a model's input
 _HUB_FILES = [
     "config.json",
     GENERATION_CONFIG,
@@ -245,26 +249,56 @@ def _without_memory(config: ModelConfig, dtype: torch.dtype, max_positions: int)
 def _find_gguf(name: str) -> Path | None:
     """Return the GGUF file that a name stands for; None if the name stands for something else.
 
-    The name may be that of the file, of a folder that holds one GGUF model and no Hugging Face checkpoint, or of a
-    model that `infer fetch` knows. Repositories of GGUF files may have a `config.json`, but no safetensors. A file
-    is known by its ending or by its first bytes. A model that is split into parts has the path of one of its parts.
+    The name may be that of the file, of a folder that holds one GGUF model and no Hugging Face checkpoint, of a
+    model that `infer fetch` knows, or of a file on the hub, which is downloaded. Folders of GGUF files may have a
+    `config.json`, but no safetensors. A file is known by its ending or by its first bytes. A model that is split
+    into parts has the path of one of its parts.
 
     Raises:
-        StartupError: there is no such file, the folder holds several models, or the model is not fetched yet.
+        StartupError: there is no such file, there are several models, or the model is not fetched yet or cannot be
+            downloaded.
     """
     path = Path(name)
     if path.is_dir():
         is_checkpoint = (path / "config.json").is_file() and any(path.glob("*.safetensors"))
-        names = [] if is_checkpoint else sorted(each.name for each in path.glob("*.gguf"))
-        found = names[0] if len(names) == 1 else first_part(names)
-        if names and found is None:
-            raise StartupError(f"{name} holds several GGUF files: name one of {', '.join(names)}")
-        return None if found is None else path / found
+        return None if is_checkpoint else _only_gguf(name, path.glob("*.gguf"))
     if name in FETCHABLE:
         return find_fetched(name)
+    if not path.exists() and (on_hub := _HUB_GGUF.fullmatch(name)):
+        return _download_gguf(name, *on_hub.groups())
     if name.lower().endswith(".gguf") and not path.is_file():
         raise StartupError(f"there is no GGUF file {path.absolute()}")
     return path if name.lower().endswith(".gguf") or is_gguf(path) else None
+
+
+def _only_gguf(name: str, paths: Iterable[Path]) -> Path | None:
+    """Return the one model of some GGUF files, or its first part; None: there is none.
+
+    Raises:
+        StartupError: there are several.
+    """
+    models = sorted(path for path in paths if not fnmatch(path.name, _NO_MODELS))
+    names = [path.name for path in models]
+    found = names[0] if len(names) == 1 else first_part(names)
+    if names and found is None:
+        raise StartupError(f"{name} holds several GGUF files: name one of {', '.join(names)}")
+    return None if found is None else models[0].with_name(found)
+
+
+def _download_gguf(name: str, hub_id: str, ending: str) -> Path:
+    """Download the GGUF file of a hub id whose name ends with `ending`, in small or capital letters.
+
+    Raises:
+        StartupError: there is none, there are several, or the file cannot be downloaded.
+    """
+    letters = "".join(f"[{each.lower()}{each.upper()}]" if each.isalpha() else each for each in ending)
+    patterns = [f"*{letters}.gguf", f"*{letters}-?????-of-?????.gguf"]
+    folder = _download(hub_id, patterns)  # it may have other files from before
+    matching = (path for path in folder.rglob("*.gguf") if any(fnmatch(path.name, each) for each in patterns))
+    found = _only_gguf(name, matching)
+    if found is None:
+        raise StartupError(f"{hub_id} has no GGUF file on the hub whose name ends with {ending}")
+    return found
 
 
 def zoo_names() -> list[str]:
@@ -290,22 +324,28 @@ def _find_folder(name: str) -> Path:
     if folder.is_file():
         raise StartupError(f"{name} is a file: name the checkpoint's folder, {folder.parent}")
     if _HUB_ID.fullmatch(name):
-        return _download(name)
+        folder = _download(name, _HUB_FILES)
+        if not (folder / "config.json").is_file():
+            raise StartupError(
+                f"{name} has no config.json; if it has GGUF files, name one by its end: {name}:Q4_K_M"
+            )
+        return folder
     raise StartupError(
         f"no model {name!r}: there is no folder {folder.absolute()}, "
         f"and it is neither a GGUF file, nor one of {', '.join(FETCHABLE)}, nor zoo:NAME, nor dummy:PRESET, "
-        "nor a hub id like owner/name"
+        "nor a hub id like owner/name or owner/name:Q4_K_M"
     )
 
 
-def _download(hub_id: str) -> Path:
-    """Download the needed files of a hub id, unless the local cache has them. Returns their folder.
+def _download(hub_id: str, files: list[str]) -> Path:
+    """Download the files of a hub id that match these patterns, unless the cache has them. Returns their folder.
 
     Raises:
         StartupError: the files cannot be downloaded. The message says why.
     """
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        found = huggingface_hub.snapshot_download(hub_id, allow_patterns=files, ignore_patterns=[_NO_MODELS])
+        return Path(found)
     except GatedRepoError:
         reason = "its owner wants their terms accepted first, on its page; then log in with `hf auth login`"
     except RepositoryNotFoundError:

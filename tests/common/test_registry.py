@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx
 import pytest
 import torch
@@ -19,6 +20,7 @@ from common.models import registry
 from common.models.presets import PRESETS
 from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import SamplingParams
+from tests.support.gguf_files import save_gguf
 from tests.support.models import (
     CPU,
     ZOO_NAMES,
@@ -181,10 +183,31 @@ REPO = "someone/tiny"
 NOT_NEEDED = ("pytorch_model.bin", "original/consolidated.00.pth", "original/model.safetensors", "README.md")
 
 
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def be_hub(hub: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder stand for `REPO` on the hub. The library's own filter applies the patterns that it is given."""
+
+    def download(hub_id: str, **patterns: list[str]) -> str:
+        assert hub_id == REPO
+        cache.mkdir(exist_ok=True)
+        for name in filter_repo_objects(files_of(hub), **patterns):
+            (cache / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(hub / name, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr(registry.huggingface_hub, "snapshot_download", download)
+
+
+def in_two_parts(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> None:
+    writer.split_max_tensors = (len(tensors) + 1) // 2
+
+
 def test_only_what_is_needed_of_a_hub_id_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder stands for the hub. The library's own filter applies the patterns that it is given."""
     hub, cache = save_tiny(tmp_path / "hub", "qwen3", shard_size="60KB", eos_token_id=3), tmp_path / "cache"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(zoo("qwen3-tiny") / name, hub)
@@ -193,18 +216,7 @@ def test_only_what_is_needed_of_a_hub_id_is_downloaded(
     (hub / "original").mkdir()
     for name in NOT_NEEDED:
         (hub / name).write_bytes(b"not needed")
-    present = [str(path.relative_to(hub)) for path in hub.rglob("*") if path.is_file()]
-    fetched: set[str] = set()
-
-    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
-        assert hub_id == REPO
-        for name in filter_repo_objects(present, allow_patterns=allow_patterns):
-            fetched.add(name)
-            (cache / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(hub / name, cache / name)
-        return str(cache)
-
-    monkeypatch.setattr(registry.huggingface_hub, "snapshot_download", download)
+    be_hub(hub, cache, monkeypatch)
     checkpoint = open_checkpoint(REPO)
     assert (checkpoint.name, checkpoint.config.eos_token_ids) == (REPO, {3})
     tokenizer = checkpoint.tokenizer()
@@ -212,8 +224,47 @@ def test_only_what_is_needed_of_a_hub_id_is_downloaded(
     assert tokenizer.chat_template is not None
     assert tokenizer.chat_template.for_tools.source == "with tools"
     load_model(checkpoint, device=CPU, dtype=torch.float32, max_positions=64)
-    assert fetched == {*present} - {*NOT_NEEDED}
-    assert any(name.startswith("model-00002") for name in fetched)
+    assert files_of(cache) == files_of(hub) - {*NOT_NEEDED}
+    assert any(name.startswith("model-00002") for name in files_of(cache))
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("q4_k_m", ["tiny-Q4_K_M.gguf"]),
+        ("tiny-Q4_K_M.gguf", ["tiny-Q4_K_M.gguf"]),
+        ("F16", ["F16/tiny-F16-00001-of-00002.gguf", "F16/tiny-F16-00002-of-00002.gguf"]),
+    ],
+)
+def test_one_gguf_file_of_a_hub_id_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, files: list[str]
+) -> None:
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    source = save_tiny(tmp_path / "source", "llama")
+    (hub / "F16").mkdir(parents=True)
+    save_gguf(source, hub / "tiny-Q4_K_M.gguf")
+    save_gguf(source, hub / "F16" / "tiny-F16.gguf", change=in_two_parts)
+    for other in ("tiny-Q8_0.gguf", "mmproj-F16.gguf", "config.json"):
+        (hub / other).write_bytes(b"not needed")
+    be_hub(hub, cache, monkeypatch)
+    for _ in range(2):
+        checkpoint = open_checkpoint(f"{REPO}:{name}")
+        load_model(checkpoint, device=CPU, dtype=torch.float32, max_positions=64)
+        assert checkpoint.name == f"{REPO}:{name}"
+        assert files_of(cache) == {*files}
+        shutil.copy(hub / "tiny-Q8_0.gguf", cache)  # of an earlier download
+        files = [*files, "tiny-Q8_0.gguf"]
+
+
+def test_a_gguf_file_that_a_hub_id_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for name in ("a-Q8_0.gguf", "b-Q8_0.gguf"):
+        (hub / name).write_bytes(b"GGUF")
+    be_hub(hub, tmp_path / "cache", monkeypatch)
+    assert refusal(f"{REPO}:Q4_0").startswith(f"{REPO} has no GGUF file on the hub whose name ends with Q4_0")
+    assert "several GGUF files: name one of a-Q8_0.gguf, b-Q8_0.gguf" in refusal(f"{REPO}:Q8_0")
+    assert f"name one by its end: {REPO}:Q4_K_M" in refusal(REPO)
 
 
 def hub_error(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
