@@ -173,7 +173,7 @@ def test_running_and_waiting_requests_are_gauges(gated: ServerProcess) -> None:
     gated.order("open")
     for each in (batch, *crowd):
         assert each.result(HANG_S).status_code == 200
-    assert scrape(gated)["vllm:num_requests_waiting"] == 0
+    eventually(lambda: scrape(gated)["vllm:num_requests_waiting"] == 0)
 
 
 def test_names_are_vllms_whatever_a_scraper_prefers(server: ServerProcess) -> None:

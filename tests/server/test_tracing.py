@@ -107,7 +107,7 @@ def test_a_file_is_complete_when_the_server_has_ended(tmp_path: Path) -> None:
     with ServerProcess(SERVED, "--trace", str(path)) as server:
         for length in (3, 5):
             server.complete(max_tokens=length)
-        with server.streaming(max_tokens=200) as events:
+        with server.streaming(max_tokens=2000, ignore_eos=True) as events:
             next(events)  # and leave: cancelled
         eventually(lambda: server.counters()["requests_cancelled"] == 1)
         with server.client.stream("GET", "/trace", params={"seconds": 3000}) as reading:
