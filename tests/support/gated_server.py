@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -47,6 +48,7 @@ class GatedProcess(EngineProcess):
     def _obey(self) -> None:
         """Obey the orders on stdin. Those for the engine go to its FIFO."""
         engine = self._orders.open("w", buffering=1)
+        shutil.rmtree(self._orders.parent)  # its other end is open, too
         for line in sys.stdin:
             order = line.strip()
             if order in gate.ORDERS:
