@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from tests.checkpoints.conftest import RealModel
@@ -26,9 +25,9 @@ def test_the_answer_is_the_one_that_is_shown(server: ServerProcess, transcript: 
 
 
 def test_default_sampling_parameters_are_the_models_own(server: ServerProcess) -> None:
-    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    (card,) = server.client.get("/v1/models").json()["data"]
     assert (card["sampling_defaults"]["temperature"], card["sampling_defaults"]["top_p"]) == (0.2, 0.9)
     assert card["sampling_defaults_from"] == "infer fetch"
     assert 'id="temperature" form="compose" type="number" min="0" max="2" step="any" placeholder="0.2"' in (
-        httpx.get(server.url).text
+        server.client.get("/").text
     )

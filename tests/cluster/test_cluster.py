@@ -54,7 +54,7 @@ def test_tokens_come_while_the_next_are_computed(server: ServerProcess) -> None:
     ) as response:
         reads = response.iter_raw()
         assert b"event: token" in next(reads)
-        with httpx.Client(base_url=server.url) as other:
+        with httpx.Client(base_url=server.url, timeout=HANG_S) as other:
             assert (
                 other.get("/telemetry").json()["counters"]["requests_finished"]
                 == server.counted["requests_finished"]
@@ -148,7 +148,7 @@ def test_keys_are_looked_at_before_a_body(small: ServerProcess) -> None:
         said = first_answer(connection)
     assert said.startswith(b"HTTP/1.1 401 ")
     assert b"www-authenticate: bearer" in said.lower()
-    assert httpx.get(f"{small.url}/health").status_code == 200  # needs no key
+    assert httpx.get(f"{small.url}/health", timeout=HANG_S).status_code == 200  # needs no key
     assert small.complete()["usage"]["completion_tokens"] == 8
 
 

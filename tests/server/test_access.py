@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.servers import ServerProcess, assert_error, eventually, in_background
+from tests.support.servers import HANG_S, ServerProcess, assert_error, eventually, in_background
 
 KEYS = ("first-key", "schlüssel zwei")
 
@@ -27,7 +27,7 @@ def named() -> Iterator[ServerProcess]:
 
 
 def ask(server: ServerProcess, path: str, **headers: str) -> httpx.Response:
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=HANG_S) as client:
         return client.get(path, headers={name: value.encode() for name, value in headers.items()})
 
 
@@ -108,16 +108,15 @@ def test_requests_with_the_same_id_do_not_interfere(server: ServerProcess) -> No
 
     def ask(_: int) -> Any:
         body = server.body(stream=False, max_tokens=30)
-        return httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-Request-ID": "same"})
+        return server.client.post("/v1/completions", json=body, headers={"X-Request-ID": "same"})
 
-    answers = [each.result(60).json() for each in in_background(4, ask)]
+    answers = [each.result(HANG_S).json() for each in in_background(4, ask)]
     assert len({answer["id"] for answer in answers}) == 4
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("request_id", [b"", b"a b", b"x" * 129, b"\xff"])
 def test_invalid_request_ids_are_refused(server: ServerProcess, request_id: bytes) -> None:
-    with httpx.Client(base_url=server.url) as client:
-        response = client.get("/health", headers={"X-Request-ID": request_id})
-        assert_error(response, 400, None, "invalid_request_id")
+    response = server.client.get("/health", headers={"X-Request-ID": request_id})
+    assert_error(response, 400, None, "invalid_request_id")
     assert server.complete(max_tokens=1)["choices"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.conftest import OwnPrompt
@@ -351,8 +350,7 @@ def test_health_version_and_telemetry(server: ServerProcess, phase: str) -> None
 
 
 def test_connections_are_kept_alive(server: ServerProcess) -> None:
-    with httpx.Client(base_url=server.url) as client:
-        for stream in (True, False, True):
-            with client.stream("POST", "/v1/completions", json=server.body(stream=stream)) as response:
-                assert "close" not in response.headers.get("connection", "")
-                list(read_events(response)) if stream else response.read()
+    for stream in (True, False, True):
+        with server.client.stream("POST", "/v1/completions", json=server.body(stream=stream)) as response:
+            assert "close" not in response.headers.get("connection", "")
+            list(read_events(response)) if stream else response.read()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from prometheus_client import parser
 
@@ -181,7 +180,7 @@ def test_names_are_vllms_whatever_a_scraper_prefers(server: ServerProcess) -> No
     accept = (
         "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3"
     )
-    response = httpx.get(f"{server.url}/metrics", headers={"Accept": accept})
+    response = server.client.get("/metrics", headers={"Accept": accept})
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:num_requests_running{" in response.text
 
