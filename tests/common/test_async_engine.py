@@ -450,6 +450,7 @@ def test_a_closed_event_loop_does_not_hang_the_thread(gate: Gate) -> None:
 
 
 async def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """One quiet time of several is enough: a busy machine may delay the last turn into the first of them."""
     engine = engine_of(phase)
     calls: list[str] = []
     next_wake, step = engine.next_wake, engine.step
@@ -466,10 +467,13 @@ async def test_idle_means_blocked(monkeypatch: pytest.MonkeyPatch, phase: str) -
     monkeypatch.setattr(engine, "step", noted_step)
     async with working(engine) as async_engine:
         await read(submit(async_engine, "one", greedy(2)))
-        await until(lambda: not engine.has_work and calls[-1] == "next_wake")  # then it blocks
-        before = len(calls)
-        await asyncio.sleep(0.15)
-        assert calls[before:] == []
+        await until(lambda: not engine.has_work)
+        counts = []
+        while 0 not in counts:
+            assert len(counts) < 10, counts
+            calls.clear()
+            await asyncio.sleep(0.3)
+            counts.append(len(calls))
         assert len(await read(submit(async_engine, "two", greedy(2)))) == 2
 
 
