@@ -320,7 +320,7 @@ def is_complete(runs: Sequence[Run]) -> bool:
 
 def slug(name: str) -> str:
     """Make a model's name safe and short as part of a file name: `dummy:llama-60m` becomes `llama-60m`."""
-    return safe(name.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1])
+    return safe(name.rstrip("/").rsplit("/", 1)[-1].removeprefix("dummy:").removeprefix("zoo:"))
 
 
 def safe(name: str) -> str:

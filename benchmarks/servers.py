@@ -27,10 +27,15 @@ STOP_TIMEOUT_S = 45.0  # longer than a server's own --shutdown-timeout
 LOG_LINES = 200
 
 #: Variables of the shell that concern other servers: with them, a started server would want a key that nobody sends
-#: it, or listen elsewhere.
+#: it, listen elsewhere, or write over a trace.
 FOREIGN_VARIABLES = (
-    *("INFER_API_KEY", "INFER_UDS", "INFER_SSL_CERTFILE", "INFER_SSL_KEYFILE"),
-    *("VLLM_API_KEY", "LLAMA_API_KEY"),
+    "INFER_API_KEY",
+    "INFER_UDS",
+    "INFER_SSL_CERTFILE",
+    "INFER_SSL_KEYFILE",
+    "INFER_TRACE",
+    "VLLM_API_KEY",
+    "LLAMA_API_KEY",
 )
 
 Options = dict[str, str]  # long options without their dashes; a flag's value is empty

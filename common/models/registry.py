@@ -65,7 +65,8 @@ _QUANTIZATION_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "a
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # never a path like ./name
 #: As for llama.cpp and vLLM: the repository, and the end of a file's name, such as Q4_K_M.
 _HUB_GGUF = re.compile(rf"({_HUB_ID.pattern}):(\w[\w.-]*?)(?:\.gguf)?")
-_NO_MODELS = "*mmproj*"  # GGUF files that turn pictures into a model's input
+#: GGUF files that turn pictures into a model's input, and statistics for quantizing.
+_NO_MODELS = ["*mmproj*", "*imatrix*"]
 _HUB_FILES = [
     "config.json",
     GENERATION_CONFIG,
@@ -277,12 +278,16 @@ def _only_gguf(name: str, paths: Iterable[Path]) -> Path | None:
     Raises:
         StartupError: there are several.
     """
-    models = sorted(path for path in paths if not fnmatch(path.name, _NO_MODELS))
+    models = sorted(path for path in paths if not _matches(path, _NO_MODELS))
     names = [path.name for path in models]
     found = names[0] if len(names) == 1 else first_part(names)
     if names and found is None:
         raise StartupError(f"{name} holds several GGUF files: name one of {', '.join(names)}")
     return None if found is None else models[0].with_name(found)
+
+
+def _matches(path: Path, patterns: list[str]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)
 
 
 def _download_gguf(name: str, hub_id: str, ending: str) -> Path:
@@ -292,10 +297,10 @@ def _download_gguf(name: str, hub_id: str, ending: str) -> Path:
         StartupError: there is none, there are several, or the file cannot be downloaded.
     """
     letters = "".join(f"[{each.lower()}{each.upper()}]" if each.isalpha() else each for each in ending)
-    patterns = [f"*{letters}.gguf", f"*{letters}-?????-of-?????.gguf"]
+    ends = [f"{letters}.gguf", f"{letters}-?????-of-?????.gguf"]
+    patterns = [start + end for start in ("", "*[-._/]") for end in ends]  # F16 is no end of BF16
     folder = _download(hub_id, patterns)  # it may have other files from before
-    matching = (path for path in folder.rglob("*.gguf") if any(fnmatch(path.name, each) for each in patterns))
-    found = _only_gguf(name, matching)
+    found = _only_gguf(name, (path for path in folder.rglob("*.gguf") if _matches(path, patterns)))
     if found is None:
         raise StartupError(f"{hub_id} has no GGUF file on the hub whose name ends with {ending}")
     return found
@@ -344,7 +349,7 @@ def _download(hub_id: str, files: list[str]) -> Path:
         StartupError: the files cannot be downloaded. The message says why.
     """
     try:
-        found = huggingface_hub.snapshot_download(hub_id, allow_patterns=files, ignore_patterns=[_NO_MODELS])
+        found = huggingface_hub.snapshot_download(hub_id, allow_patterns=files, ignore_patterns=_NO_MODELS)
         return Path(found)
     except GatedRepoError:
         reason = "its owner wants their terms accepted first, on its page; then log in with `hf auth login`"

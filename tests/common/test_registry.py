@@ -244,7 +244,7 @@ def test_one_gguf_file_of_a_hub_id_is_downloaded(
     (hub / "F16").mkdir(parents=True)
     save_gguf(source, hub / "tiny-Q4_K_M.gguf")
     save_gguf(source, hub / "F16" / "tiny-F16.gguf", change=in_two_parts)
-    for other in ("tiny-Q8_0.gguf", "mmproj-F16.gguf", "config.json"):
+    for other in ("tiny-Q8_0.gguf", "tiny-BF16.gguf", "mmproj-F16.gguf", "config.json"):
         (hub / other).write_bytes(b"not needed")
     be_hub(hub, cache, monkeypatch)
     for _ in range(2):

@@ -25,8 +25,8 @@ from common.text.chat_template import FOR_TOOLS, ChatTemplate
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens
 
 #: Special tokens whose texts say that they end an answer, as in llama.cpp (`special_eog_ids`): a file has one entry
-#: for EOS, and Qwen's models end with two tokens. Left out are those of other architectures, and `</s>`,
-#: an HTML tag to Gemma.
+#: for EOS, and Qwen's models end with two tokens. Left out are those of other architectures, those between files of
+#: code, and `</s>`, an HTML tag to Gemma.
 _ENDS = {
     "<|eot_id|>",
     "<|eom_id|>",
@@ -77,7 +77,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-bpe": lambda: _split_by(_LLAMA_3),
     "qwen2": lambda: _split_by(_QWEN_2),
 }
-#: Other names of these pre-tokenizers, as in llama.cpp, for models of the architectures that are read.
+#: Some of llama.cpp's other names of these pre-tokenizers.
 _SAME_AS = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
