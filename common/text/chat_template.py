@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InvalidRequestError, StartupError
 from common.json_file import read_json_if_there
-from common.text.conversation import Accepts, Message, adapted, continues
+from common.text.conversation import Accepts, Message, adapted, continues, joined
 
 #: Variables that the server sets for a template. chat_template_kwargs cannot replace them.
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -189,7 +189,7 @@ class ChatTemplate:
             add_generation_prompt: end with the tokens that precede an answer.
             continue_final_message: end within the last message, so that the model continues it. If both are None,
                 a last message of the assistant is continued, and any other one is answered. To continue an empty
-                message is to begin one.
+                message, without thoughts that the template shows, is to begin one.
             variables: further variables of the template.
             tools: functions that the model may call, as OpenAI's field has them.
 
@@ -206,8 +206,10 @@ class ChatTemplate:
         if not goes_on:
             return self._write(told, begins, variables, tools)
         last, marked = _marked(told[-1])
-        if continue_final_message is None and not last.strip() and len(told) > 1:
-            return self._write(told[:-1], True, variables, tools) + last
+        said, thoughts = joined(told[-1]["content"]), told[-1].get("reasoning_content")
+        empty = not (said.strip() or (thoughts and "reasoning_content" in self.source))
+        if continue_final_message is None and empty and len(told) > 1:
+            return self._write(told[:-1], True, variables, tools) + said
         text = _cut(self._write([*told[:-1], marked], begins, variables, tools), last)
         if text is not None:
             return text

@@ -232,12 +232,18 @@ def test_an_assistants_last_message_is_continued_unless_told_otherwise() -> None
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_to_continue_an_empty_answer_is_to_begin_one(name: str) -> None:
-    expected = theirs(TEMPLATES[name]).apply_chat_template(
-        as_read(name, [QUESTION]), tokenize=False, add_generation_prompt=True
-    )
+    def expected(messages: list[dict[str, Any]], **end: bool) -> Any:
+        text = theirs(TEMPLATES[name]).apply_chat_template(as_read(name, messages), tokenize=False, **end)
+        return text.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")  # of a message shown twice
+
+    template, answer = ChatTemplate(TEMPLATES[name], SPECIAL), {"role": "assistant", "content": ""}
+    begun = expected([QUESTION], add_generation_prompt=True)
     for content in ("", []):
-        begun = [QUESTION, {"role": "assistant", "content": content}]
-        assert ChatTemplate(TEMPLATES[name], SPECIAL).render(begun) == expected
+        assert template.render([QUESTION, answer | {"content": content}]) == begun
+    for words in ({"content": parts("A fox", "")}, {"reasoning_content": "Well."}):
+        told = [QUESTION, answer | words]
+        shown = "content" in words or "reasoning_content" in template.source
+        assert template.render(told) == (expected(told, continue_final_message=True) if shown else begun)
 
 
 @pytest.mark.slow
