@@ -63,13 +63,19 @@ def test_items_of_an_answer_are_one_message_in_any_order(model: str) -> None:
     call: dict[str, Any] = {"type": "function_call", "call_id": "a", **CALL["function"]}
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
     result = {"type": "function_call_output", "call_id": "a", "output": "20"}
-    chat = [
-        QUESTION,
-        {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "a", "content": "20"},
-    ]
-    expected = prompts(ChatRequest, "messages", chat, model)
-    for answer in ([call, said], [said, call]):
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    for answer, text in (
+        ([call, said], "I look."),
+        ([said, call], "I look."),
+        ([said, call, said], "I look.I look."),
+        ([thought, call, thought, said], "I look."),
+    ):
+        chat = [
+            QUESTION,
+            {"role": "assistant", "content": text, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "a", "content": "20"},
+        ]
+        expected = prompts(ChatRequest, "messages", chat, model)
         assert prompts(ResponsesRequest, "input", [QUESTION, *answer, result], model) == expected
 
 

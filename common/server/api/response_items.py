@@ -1,7 +1,7 @@
 """Items of responses: messages, reasoning, function calls and their outputs; and the store that keeps them.
 
-Items become messages of chat. Reasoning, an answer and calls become one message of the assistant, also if the
-answer comes after the calls:
+Items become messages of chat. Reasoning, an answer and calls become one message of the assistant, also if more of
+them come after the calls:
 
 ```text
 message (user)                                   {"role": "user", "content": "…"}
@@ -34,7 +34,7 @@ import orjson
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from common.server.api.bodies import Fields, OneText, Parts, by_type
-from common.server.api.conversation import ChatMessage, Label, message
+from common.server.api.conversation import ChatMessage, Label, message, text_of
 from common.server.api.tools import ToolCall
 from common.server.errors import ApiError, refused, shorten
 
@@ -160,25 +160,24 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     thoughts: dict[int, list[str]] = {}  # by the place of the message in `messages`
     for item in items:
-        last = messages[-1] if messages else None
-        only_reasons = (
-            last is not None and len(messages) - 1 in thoughts and not (last.content or last.tool_calls)
-        )
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
+        open_ = last is not None and (last.tool_calls or not last.content)  # its answer goes on in this item
         match item:
             case ReasoningItem():
                 if thought := "\n".join(part.text for part in item.content or item.summary or ()):
-                    if not only_reasons:
+                    if not open_:
                         messages.append(message("assistant"))
                     thoughts.setdefault(len(messages) - 1, []).append(thought)
             case FunctionCall():
-                if last is None or last.role != "assistant":
+                if last is None:
                     messages.append(message("assistant"))
                 messages[-1].tool_calls = calls = messages[-1].tool_calls or []
                 calls.append(item.as_call())
             case FunctionCallOutput():
                 messages.append(message("tool", item.output, tool_call_id=item.call_id))
-            case MessageItem(role="assistant") if last and last.role == "assistant" and not last.content:
-                messages[-1] = message("assistant", item.content, tool_calls=last.tool_calls)
+            case MessageItem(role="assistant") if last and open_:
+                content = text_of(last.content) + text_of(item.content) if last.content else item.content
+                messages[-1] = message("assistant", content, tool_calls=last.tool_calls)
             case _:
                 messages.append(message(item.role, item.content))
     for place, texts in thoughts.items():
