@@ -74,6 +74,8 @@ class Grammar:
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
         """Return the grammar of JSON that matches a JSON Schema, given as an object or as JSON text.
 
+        An object has only properties that the schema lists, unless the schema says more about others.
+
         Raises:
             InvalidGrammarError: the schema is too long, or has an integer that is too long.
         """
@@ -81,7 +83,7 @@ class Grammar:
         if given is None:  # no schema, which the compiler says better
             return cls("json_schema", str(schema))
         check_length(schemas.size(given))
-        return cls("json_schema", json.dumps(schemas.asked(given), ensure_ascii=False))
+        return cls("json_schema", json.dumps(schemas.closed(schemas.asked(given)), ensure_ascii=False))
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -17,11 +17,14 @@ _VALUES = frozenset({"const", "default", "enum", "examples"})
 #: Keywords with a map from names to schemas.
 _MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 
+#: Keywords that list an object's properties.
+_LISTS = frozenset({"properties", "patternProperties"})
+
 #: Beside these keywords, a schema says itself which other properties an object may have, or it may be a part of
 #: another schema that does.
 _OPEN = frozenset(
-    {"additionalProperties", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf", "patternProperties"}
-    | {"propertyNames", "minProperties", "unevaluatedProperties", "$dynamicRef", "$ref"}
+    {"additionalProperties", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf", "propertyNames"}
+    | {"minProperties", "unevaluatedProperties", "$dynamicRef", "$ref"}
 )
 
 
@@ -82,16 +85,22 @@ def asked(schema: Any) -> Any:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call's arguments in which objects have no properties but those that are listed, unless
+    """Return a schema in which objects have no properties but those that are listed, by name or by pattern, unless
     the schema says more about others.
 
     A model that may add properties of its own does. llama.cpp and xgrammar read schemas in the same way.
     """
-    if not schema.keys() & (_OPEN | _VALUES | {"properties"}) and not schema.get("required"):
-        return {**schema, "properties": {}, "additionalProperties": False}
     # Schemas that are combined must stay open: each has properties that the others do not list.
     combined = any("allOf" in each or {"$ref", "properties"} <= each.keys() for each in objects_in(schema))
     return _closed(dict(schema), named=not combined)
+
+
+def closed_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call's arguments, closed. A function whose schema says nothing of any property takes
+    none."""
+    if not schema.keys() & (_OPEN | _VALUES | _LISTS) and not schema.get("required"):
+        return {**schema, "properties": {}, "additionalProperties": False}
+    return closed(schema)
 
 
 def _each(value: Any) -> Any:
@@ -100,10 +109,8 @@ def _each(value: Any) -> Any:
 
 def _closed(schema: dict[str, Any], *, named: bool = True) -> dict[str, Any]:
     """Return `schema`, closed. `named`: its definitions are closed, too."""
-    maps = ["properties", *(["$defs", "definitions"] if named else [])]
-    alternatives = (
-        [] if schema.keys() & {"properties", "required", "patternProperties"} else ["anyOf", "oneOf"]
-    )
+    maps = [*_LISTS, *(["$defs", "definitions"] if named else [])]
+    alternatives = [] if schema.keys() & {"required", *_LISTS} else ["anyOf", "oneOf"]
     result = dict(schema)
     for name, value in schema.items():
         if name in maps and isinstance(value, dict):
@@ -112,9 +119,9 @@ def _closed(schema: dict[str, Any], *, named: bool = True) -> dict[str, Any]:
             result[name] = _each(value)
         elif name in ("prefixItems", *alternatives) and isinstance(value, list):
             result[name] = [_each(each) for each in value]
-    properties, required = schema.get("properties"), schema.get("required", [])
-    if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _OPEN:
-        listed = [name for name in required if isinstance(name, str) and name in properties]
-        if len(listed) == len(required):
+    if schema.keys() & _LISTS and not schema.keys() & _OPEN:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        listed = isinstance(properties, dict) and isinstance(required, list)
+        if listed and all(isinstance(name, str) and name in properties for name in required):
             result["additionalProperties"] = False
     return result

@@ -30,7 +30,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from common.constrained.grammar import Grammar, check_length
-from common.constrained.schemas import asked, closed, objects_in, size
+from common.constrained.schemas import asked, closed_arguments, objects_in, size
 from common.constrained.trial import JSON_OPTIONS
 from common.errors import InvalidGrammarError
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
@@ -311,7 +311,7 @@ class _Writer:
             function: the called function.
         """
         is_strict = self._use.required or function.strict
-        schema = closed(function.parameters) if is_strict else dict(ANY_OBJECT)
+        schema = closed_arguments(function.parameters) if is_strict else dict(ANY_OBJECT)
         schema["type"] = "object"  # the schema may allow other types, such as null
         if self._syntax == "pythonic":
             arguments = self._keywords(number, schema) if is_strict else self._any_keywords()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import subprocess
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
 
 from common.constrained.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarCompiler, Matcher, without
 from common.constrained.trial import MaskBudget, OverBudgetError
@@ -119,6 +121,51 @@ def test_a_grammar_that_grows_too_much_fails_on_the_way_and_fails_that_answer_al
         follow(matcher, 300)
     follow(other, 40)
     follow(COMPILER.new_matcher(grammar), 40)
+
+
+# ---------------------------------------------------------------------- schemas
+
+
+def walk(grammar: Grammar, seed: int) -> str | None:
+    """Return a random answer, mostly of ASCII; None if it has 400 bytes before its end."""
+    draw, matcher, said = random.Random(seed), COMPILER.new_matcher(grammar), bytearray()
+    while len(said) < 400:
+        tokens = [] if matcher.complete else sorted(allowed(matcher))
+        if not tokens or (EOS in tokens and draw.random() < 0.5):
+            return said.decode()
+        tokens = [token_id for token_id in tokens if token_id < EOS]
+        closing = [token_id for token_id in tokens if token_id in b'"}]']
+        letters = [token_id for token_id in tokens if token_id in b"abc123 "]
+        said.append(draw.choice((closing if draw.random() < 0.3 else letters) or tokens))
+        matcher.advance(said[-1])
+    return None
+
+
+class Tree(BaseModel):
+    name: str
+    children: list[Tree] = []
+
+
+class Named(BaseModel):
+    tree: Tree | None = None
+    others: dict[str, Tree]
+    pair: tuple[int, Tree]
+
+
+class Labelled(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"patternProperties": {"^x": {"type": "integer"}}})
+    a: int
+
+
+@pytest.mark.parametrize("model", [Tree, Named, Labelled])
+def test_answers_have_only_properties_that_a_model_names(model: type[BaseModel]) -> None:
+    """Answers are random, and validated by pydantic: no `extra` is sent, and any `extra` is forbidden."""
+    grammar = Grammar.json_schema(model.model_json_schema())
+    answers = [each for each in (walk(grammar, seed) for seed in range(60)) if each]
+    assert len(set(answers)) > 5
+    for each in answers:
+        found = model.model_validate_json(each, extra="forbid" if model is not Labelled else "allow")
+        assert all(name.startswith("x") for name in found.model_extra or {})
 
 
 # ---------------------------------------------------------------------- processor time
