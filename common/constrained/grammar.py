@@ -67,7 +67,7 @@ CLOSED = "the server is shutting down; no grammar is compiled any more"
 class Grammar:
     """A set of texts; the answer must be one of them. Created by the class methods."""
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "lark", "gbnf"]
     text: str
 
     @classmethod
@@ -107,7 +107,9 @@ class Grammar:
     def context_free(cls, text: str) -> Grammar:
         """Return a grammar with rules, written in the notation of Lark or of llama.cpp (GBNF). Regular expressions
         in it are as in `regex`."""
-        return cls("grammar", _in_ascii(text))
+        if _GBNF_RULE.search(text):
+            return cls("gbnf", _ESCAPE.sub(_spelled, text))
+        return cls("lark", _in_ascii(text))
 
 
 def check_length(characters: int) -> None:
@@ -136,6 +138,21 @@ _ASCII |= {name.upper(): f"[^{characters[1:]}" for name, characters in _ASCII.it
 def _in_ascii(pattern: str) -> str:
     """Return a regular expression in which `\\d`, `\\w`, `\\s` and their opposites mean characters of ASCII."""
     return re.sub(r"\\(.)", lambda escape: _ASCII.get(escape[1], escape[0]), pattern, flags=re.DOTALL)
+
+
+#: The beginning of a rule in GBNF, which no line of a Lark grammar begins with.
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+#: An escape in GBNF. Its groups, at most one: a code point in hexadecimal.
+_ESCAPE = re.compile(r"\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|.)", re.DOTALL | re.ASCII)
+
+
+def _spelled(escape: re.Match[str]) -> str:
+    """Return an escape in GBNF so that the library's converter, which misreads most code points, reads it."""
+    code = int(escape[escape.lastindex], 16) if escape.lastindex else 0xD800
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    return escape[0] if 0xD800 <= code < 0xE000 or code > 0x10FFFF else chr(code)
 
 
 class Matcher:

@@ -27,6 +27,7 @@ from typing import Any
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 #: Seconds of processor time for the trial of one grammar, random answers included. A schema of 64 kB takes 0.1 s.
 TIME_LIMIT_S = 1.0
@@ -144,6 +145,8 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
         source = llguidance.LLMatcher.grammar_from_json_schema(text, JSON_OPTIONS)
     elif kind == "choice":  # one terminal for all: with one for each, some hundred texts fill a row
         source = llguidance.grammar_from("regex", "|".join(map(re.escape, json.loads(text))))
+    elif kind == "gbnf":
+        source = llguidance.LLMatcher.grammar_from_lark(_lark(text))
     else:
         source = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]  # a kind is one of its names
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits(tokenizer.vocab_size))
@@ -155,6 +158,14 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
     if warning := next(ignored, None):
         raise ValueError(warning.partition(", falling back")[0])
     return matcher
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in the notation of llama.cpp (GBNF) in that of Lark. Raises ValueError: it is malformed."""
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the library raises some that are nothing more
+        raise ValueError(f"not read as GBNF: {error}") from None
 
 
 def walk(

@@ -123,6 +123,54 @@ def test_a_grammar_that_grows_too_much_fails_on_the_way_and_fails_that_answer_al
     follow(COMPILER.new_matcher(grammar), 40)
 
 
+# ---------------------------------------------------------------------- rules
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    matcher = COMPILER.new_matcher(grammar)
+    for byte in text.encode():
+        if byte not in allowed(matcher):
+            return False
+        matcher.advance(byte)
+    return matcher.complete or EOS in allowed(matcher)
+
+
+POINTS = st.characters(exclude_categories=["Cs"]) | st.characters(max_codepoint=0xFF)
+
+
+@settings(max_examples=25)
+@given(first=POINTS, second=POINTS, last=POINTS)
+@pytest.mark.slow
+def test_escapes_of_code_points_in_gbnf(first: str, second: str, last: str) -> None:
+    """As in llama.cpp, `\\x`, `\\u` and `\\U` take 2, 4 and 8 digits, and name a character."""
+    low, high, other = sorted((first, second)), f"\\U{ord(last):08x}", ord(last)
+    short = f"\\x{other:02X}" if other < 0x100 else f"\\u{other:04X}" if other < 0x10000 else high
+    grammar = Grammar.context_free(f'root ::= "a{short}b" [\\U{ord(low[0]):08x}-\\U{ord(low[1]):08x}{short}]')
+    around = {chr(max(ord(low[0]) - 1, 0)), *low, last, chr(min(ord(low[1]) + 1, 0x10FFFF)), "u", "\\", "]"}
+    for each in around - {chr(0xD7FF + 1), chr(0xDFFF)}:
+        assert accepts(grammar, f"a{last}b{each}") is (low[0] <= each <= low[1] or each == last)
+    assert not accepts(grammar, f"a{chr(other ^ 1)}b{last}")
+
+
+@pytest.mark.parametrize(
+    ("rules", "good", "bad"),
+    [
+        (r'root ::= "caf\u00e9ab"', ["caféab"], ["cafe9ab"]),
+        (r"root ::= [\U0001F600-\U0001F64F]+", ["😀🙏"], ["🚀", "1"]),
+        (
+            r'root ::= "\"" ([\x20\x21\x23-\x5b\x5d-\U0010FFFF] | "\\" ["\\bfnrt])* "\""',
+            ['"é\\n[🦊"'],
+            ['"""', '"\n"'],
+        ),
+        ('?start: sum\n\n?sum: NUMBER | sum "+" NUMBER\nNUMBER: /[0-9]+/', ["1+22"], ["+1"]),
+        ('// "::=" is no rule\nstart: "::=" "a"', ["::=a"], ["a"]),
+    ],
+)
+def test_rules_in_the_notations_of_llama_cpp_and_lark(rules: str, good: list[str], bad: list[str]) -> None:
+    grammar = Grammar.context_free(rules)
+    assert [accepts(grammar, text) for text in good + bad] == [True] * len(good) + [False] * len(bad)
+
+
 # ---------------------------------------------------------------------- schemas
 
 
@@ -258,7 +306,7 @@ REFUSED: dict[str, tuple[Grammar, *tuple[str, ...]]] = {
         "too large",
     ),
     "unknown rule": (Grammar.context_free("start: nowhere"), "nowhere"),
-    "no grammar": (Grammar.context_free("hello there"), "hello"),
+    "no grammar": (Grammar.context_free("hello there"), "there"),
     "brackets of rules": (Grammar.context_free("start: " + "(" * 10_000 + '"a"' + ")" * 10_000), "nested"),
     "length": (Grammar.regex("a" * (MAX_GRAMMAR_CHARACTERS + 1)), "65537 characters"),
     "time": (Grammar.json_schema({"type": "integer", "multipleOf": 999_999}), "too much time"),
