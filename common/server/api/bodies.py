@@ -302,6 +302,9 @@ def _same_json(value: Any, neutral: Any) -> bool:
 # ---------------------------------------------------------------------- values of several types
 
 
+#: An id or a name that a client chooses, and that changes no answer.
+Label = Annotated[str, Field(max_length=256)]
+
 #: The values of a union that `by_type` tells apart: a text, and a list of parts.
 OneText = Annotated[str, Tag("str")]
 PartT = TypeVar("PartT")

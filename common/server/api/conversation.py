@@ -31,9 +31,6 @@ class TextPart(Fields):
     text: str
 
 
-#: An id or a name that a client chooses, and that changes no answer.
-Label = Annotated[str, Field(max_length=256)]
-
 Content = Annotated[OneText | Parts[TextPart], by_type("a string, or a list of parts of type text")]
 
 

@@ -44,7 +44,7 @@ from common.constrained.grammar import Grammar
 from common.request import StepOutput
 from common.server.api import conversation as chat
 from common.server.api.answer import Choice, ItemFormat
-from common.server.api.bodies import Fields, OneText, Parts, by_type, note
+from common.server.api.bodies import Fields, Label, OneText, Parts, by_type, note
 from common.server.api.conversation import EFFORT, ConversationRequest, ReasoningEffort
 from common.server.api.parts import CallPart, Part, ReasoningPart
 from common.server.api.stream import event
@@ -96,8 +96,8 @@ class ToolUseBlock(Fields):
     """A call of a tool in an earlier answer."""
 
     type: Literal["tool_use"]
-    id: chat.Label
-    name: chat.Label
+    id: Label
+    name: Label
     input: dict[str, Any]
 
 
@@ -105,7 +105,7 @@ class ToolResultBlock(Fields):
     """The result of an earlier `tool_use`."""
 
     type: Literal["tool_result"]
-    tool_use_id: chat.Label
+    tool_use_id: Label
     content: chat.Content | None = None
     is_error: bool | None = None
     """a label: the content says what failed"""
@@ -196,7 +196,7 @@ class ToolChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
     """`auto`: the model decides; `any`: it calls tools; `tool`: it calls the tool `name`; `none`: it calls none,
     and is told of none"""
-    name: chat.Label | None = None
+    name: Label | None = None
     disable_parallel_tool_use: bool | None = None
     """an answer has one call at most"""
 

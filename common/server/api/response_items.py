@@ -33,8 +33,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import orjson
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from common.server.api.bodies import Fields, OneText, Parts, by_type
-from common.server.api.conversation import ChatMessage, Label, message, text_of
+from common.server.api.bodies import Fields, Label, OneText, Parts, by_type
+from common.server.api.conversation import ChatMessage, message, text_of
 from common.server.api.tools import ToolCall
 from common.server.errors import ApiError, refused, shorten
 
