@@ -102,6 +102,24 @@ SENT_BACK: dict[str, tuple[type[Body], str, dict[str, Any], dict[str, Any]]] = {
         {"role": "assistant", "tool_calls": [{**CALL, "function": CALL["function"] | {"description": None}}]},
         {"role": "assistant", "tool_calls": [CALL]},
     ),
+    "LangGraph": (
+        ChatRequest,
+        "messages",
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": ["ä", 1.5]}}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": ["ä", 1.5]}'}}]},
+    ),
+    "a call without arguments": (
+        ChatRequest,
+        "messages",
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ),
+    "an item with arguments of null": (
+        ResponsesRequest,
+        "input",
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": None},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    ),
     "the Agents SDK in JavaScript": (
         ResponsesRequest,
         "input",

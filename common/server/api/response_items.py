@@ -35,7 +35,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from common.server.api.bodies import Fields, Label, OneText, Parts, by_type
 from common.server.api.conversation import ChatMessage, message, text_of
-from common.server.api.tools import ToolCall
+from common.server.api.tools import Arguments, ToolCall
 from common.server.errors import ApiError, refused, shorten
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -83,8 +83,8 @@ class FunctionCall(ItemFields):
     name: Label
     namespace: Label | None = None
     """of the function, if it is in one"""
-    arguments: str
-    """the JSON text of an object"""
+    arguments: Arguments
+    """the JSON text of an object, or the object"""
 
     def as_call(self) -> ToolCall:
         return ToolCall.of(self.call_id, flat_name(self.namespace, self.name), self.arguments)

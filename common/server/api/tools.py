@@ -10,7 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import to_json
 
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function, ToolUse, call_for_template
@@ -195,12 +196,22 @@ def tool_use_of(
 # ---------------------------------------------------------------------- calls in earlier messages
 
 
+def _arguments_text(value: Any) -> Any:
+    """Return arguments that came as an object as JSON text, those of null as an empty text, and any other value
+    unchanged."""
+    return to_json(value).decode() if isinstance(value, dict) else "" if value is None else value
+
+
+#: The arguments of a call: the JSON text of an object. Some clients send the object itself.
+Arguments = Annotated[str, BeforeValidator(_arguments_text)]
+
+
 class CalledFunction(Fields):
     """The function that a tool call names, and the arguments of the call."""
 
     name: FunctionName
-    arguments: str
-    """JSON text"""
+    arguments: Arguments = ""
+    """JSON text, or the object; default: no arguments"""
 
 
 class ToolCall(Fields):
