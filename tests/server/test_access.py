@@ -75,10 +75,12 @@ def test_monitoring_routes_need_no_key(named: ServerProcess, path: str) -> None:
 def test_a_model_answers_to_each_served_name(named: ServerProcess) -> None:
     cards = named.client.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["mine", "yours", "owner/theirs"]
-    for name in ("mine", "yours", "owner/theirs"):
+    for name in ("", "mine", "yours", "owner/theirs"):
         assert named.complete(model=name, max_tokens=1)["model"] == "mine"
+    for name in ("mine", "yours", "owner/theirs"):
         assert named.client.get(f"/v1/models/{name}").json()["id"] == name
     assert_error(named.post(model="zoo:llama-tiny"), 404, "model", "model_not_found")
+    assert_error(named.client.get("/v1/models/"), 404, "model", "model_not_found")
 
 
 # ---------------------------------------------------------------------- ids of requests

@@ -326,7 +326,7 @@ REFUSALS = [
     *(
         (route, {"model": model}, 404, "model_not_found", "model", "zoo:llama-tiny")
         for route in (COMPLETIONS, CHAT, RESPONSES)
-        for model in ("", "zoo:llama-tiny ", "x" * 100_000)
+        for model in ("zoo:llama-tiny ", "x" * 100_000)
     ),
 ]
 

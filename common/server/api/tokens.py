@@ -53,7 +53,7 @@ class TokenizeRequest(Body, TemplateOptions):
         return self.prompt
 
     def check(self, limits: Limits) -> None:
-        check_model(self.model, limits)
+        check_model(self.model or None, limits)
         if (self.prompt is None) is (self.messages is None):
             raise refused("prompt", "send either a prompt or messages")
         self.check_messages(self.messages or ())
@@ -67,7 +67,7 @@ class DetokenizeRequest(Body):
     tokens: list[TokenId] = Field(fail_fast=True)
 
     def check(self, limits: Limits) -> None:
-        check_model(self.model, limits)
+        check_model(self.model or None, limits)
         unknown = next((token for token in self.tokens if token >= limits.vocab_size), None)
         if unknown is not None:
             raise refused("tokens", f"{unknown} is not in the vocabulary of {limits.vocab_size}")

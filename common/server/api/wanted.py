@@ -420,7 +420,7 @@ class GenerationRequest(Body):
         )
 
     def check(self, limits: Limits) -> None:
-        check_model(self.model, limits)
+        check_model(self.model or None, limits)
         self._check_fields()
         self._check_form()
         if self.max_new_tokens is not None and (self.min_tokens or 0) > self.max_new_tokens:
