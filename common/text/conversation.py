@@ -169,7 +169,7 @@ def _with_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]
             groups.append([message])
     shown = accepts.texts | accepts.parts
     if groups and groups[0][0]["role"] == "system" and "user" in shown and "system" not in shown:
-        said: list[Message] = [{**each, "role": "user"} for each in groups.pop(0)]
+        said: list[Message] = [{"role": "user", "content": each["content"]} for each in groups.pop(0)]
         if not groups or groups[0][0]["role"] != "user":
             groups.insert(0, [])
         groups[0][:0] = said
@@ -182,11 +182,14 @@ def _can_be_one(message: Message, following: Message) -> bool:
 
 
 def _one_of(group: Sequence[Message]) -> Message:
-    """Return a message with the texts of several. It has the other fields of the first message that has them."""
+    """Return a message with the texts and thoughts of several. The other fields are those of the first message that
+    has them."""
     told: dict[str, Any] = {}
     for message in reversed(group):
         told |= message
-    return told | {"content": "\n\n".join(filter(None, (joined(each["content"]) for each in group)))}
+    for field in {"content", "reasoning_content"} & told.keys():
+        told[field] = "\n\n".join(filter(None, (joined(each.get(field, "")) for each in group)))
+    return told
 
 
 def _with_one_call_each(messages: Sequence[Message]) -> list[Message]:

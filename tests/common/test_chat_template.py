@@ -187,6 +187,19 @@ TOLD = told_in_messages("hermes", [], [Function("look", None, {})])[0]["content"
         ("pairs", [system("a"), ANSWER], [QUESTION | {"content": "a"}, ANSWER]),
         (
             "pairs",
+            [
+                system("a") | {"name": "guide"},
+                QUESTION,
+                {"role": "assistant", "content": "b", "reasoning_content": "Well."},
+                {"role": "assistant", "content": "c", "reasoning_content": "Hm."},
+            ],
+            [
+                QUESTION | {"content": f"a\n\n{QUESTION['content']}"},
+                {"role": "assistant", "content": "b\n\nc", "reasoning_content": "Well.\n\nHm."},
+            ],
+        ),
+        (
+            "pairs",
             told_in_messages("hermes", [QUESTION], [Function("look", None, {})]),
             [QUESTION | {"content": f"{TOLD}\n\n{QUESTION['content']}"}],
         ),
