@@ -93,6 +93,10 @@ def test_a_stored_response_is_retrieved_with_its_input_until_it_is_deleted(clien
         pages = client.responses.input_items.list(second.id, limit=limit)
         assert len(pages.data) == min(limit, 3)
         assert [item.id for item in pages] == [item.id for item in items[::-1]]
+    twice = respond(client, [*first.output, *second.output, *first.output])  # items with one id
+    listed: list[Any] = list(client.responses.input_items.list(twice.id, limit=1))
+    texts = [item.content[0].text for item in listed]
+    assert texts == [first.output_text, second.output_text, first.output_text]
     behind = client.responses.input_items.list(second.id, order="asc", after=items[2].id)
     assert (behind.data, behind.has_more) == ([], False)
     with pytest.raises(openai.BadRequestError, match="in_0"):

@@ -217,10 +217,14 @@ class Stored(NamedTuple):
         return output
 
     def input_items(self, response_id: str) -> list[dict[str, Any]]:
-        """Return the items of the conversation as OpenAI lists them: each with an id, and contents as parts."""
+        """Return the items of the conversation as OpenAI lists them: each with an id of its own, and contents as
+        parts. An id that a client has sent twice stays that of the first item."""
         items: list[dict[str, Any]] = orjson.loads(self.input)
+        ids: set[str] = set()
         for number, item in enumerate(items):
-            item.setdefault("id", f"in_{response_id.removeprefix('resp_')}_{number}")
+            if item.get("id") is None or item["id"] in ids:
+                item["id"] = f"in_{response_id.removeprefix('resp_')}_{number}"
+            ids.add(item["id"])
             if isinstance(item.get("content"), str):
                 kind = "output_text" if item["role"] == "assistant" else "input_text"
                 part = {"type": kind, "text": item["content"]}
