@@ -108,6 +108,18 @@ SENT_BACK: dict[str, tuple[type[Body], str, dict[str, Any], dict[str, Any]]] = {
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": ["ä", 1.5]}}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": ["ä", 1.5]}'}}]},
     ),
+    "a call that another model made": (
+        ChatRequest,
+        "messages",
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "multi_tool_use.parallel", "arguments": "{}"}}],
+        },
+        {
+            "role": "assistant",
+            "content": '<tool_call>\n{"name": "multi_tool_use.parallel", "arguments": {}}\n</tool_call>',
+        },
+    ),
     "a call without arguments": (
         ChatRequest,
         "messages",

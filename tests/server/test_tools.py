@@ -43,6 +43,7 @@ def tool(known: str, **more: Any) -> dict[str, Any]:
 TOOLS = [tool("find_fox", description="Look for a fox."), tool("hide")]
 STRICT = [tool(name, strict=True) for name in SCHEMAS]
 FOX = {"type": "function", "function": {"name": "find_fox"}}
+DOTTED = {"type": "function", "function": {"name": f"{'den' * 30}.hide"}}
 
 
 def ask(server: ServerProcess, **fields: Any) -> dict[str, Any]:
@@ -55,7 +56,9 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
     assert len({call["id"] for call in calls}) == len(calls)
     for call in calls:
         assert set(call) == {"id", "type", "function"}
-        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+        jsonschema.validate(
+            json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"].split(".")[-1]]
+        )
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
@@ -101,13 +104,15 @@ def same(choice: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the choice of tools
 
 
-def test_a_function_of_the_allowed_ones_is_called(server: ServerProcess) -> None:
-    named = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [FOX]}}
+@pytest.mark.parametrize("wanted", [FOX, DOTTED], ids=["plain", "dotted"])
+def test_a_function_of_the_allowed_ones_is_called(server: ServerProcess, wanted: dict[str, Any]) -> None:
+    named = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [wanted]}}
+    fields = {"tools": [*TOOLS, tool("hide", **DOTTED["function"])], "tool_choice": named}
     for seed in range(3):
-        answer = ask(server, tool_choice=named, parallel_tool_calls=False, temperature=1.2, seed=seed)
+        answer = ask(server, **fields, parallel_tool_calls=False, temperature=1.2, seed=seed)
         (choice,) = answer["choices"]
         ((name, _),) = calls_of(choice)
-        assert (name, choice["finish_reason"]) == ("find_fox", "tool_calls")
+        assert (name, choice["finish_reason"]) == (wanted["function"]["name"], "tool_calls")
 
 
 def test_none_tells_the_model_of_no_tools(server: ServerProcess) -> None:
@@ -258,11 +263,12 @@ def other(
         assert "Traceback" not in process.log_text
 
 
-@pytest.mark.parametrize("thing", ["required", "named", "several"])
+@pytest.mark.parametrize("thing", ["required", "named", "dotted", "several"])
 def test_each_syntax_is_followed_and_read(other: ServerProcess, thing: str) -> None:
-    fields: dict[str, Any] = {"tools": STRICT, "temperature": 1, "seed": 2, "n": 4, "max_tokens": 200}
+    tools = [*STRICT, tool("hide", **DOTTED["function"])]
+    fields: dict[str, Any] = {"tools": tools, "temperature": 1, "seed": 2, "n": 4, "max_tokens": 200}
     fields |= {
-        "tool_choice": FOX if thing == "named" else "required",
+        "tool_choice": {"named": FOX, "dotted": DOTTED}.get(thing, "required"),
         "parallel_tool_calls": thing == "several",
     }
     answer = ask(other, **fields)
@@ -270,7 +276,9 @@ def test_each_syntax_is_followed_and_read(other: ServerProcess, thing: str) -> N
     assert ended
     for choice in ended:
         assert choice["message"]["content"] is None
-        assert len(calls_of(choice)) == 1 or thing == "several"
+        names = [name for name, _ in calls_of(choice)]
+        assert len(names) == 1 or thing == "several"
+        assert names == [DOTTED["function"]["name"]] or thing != "dotted"
     chunks = other.chunks("/v1/chat/completions", **fields)
     assert settled(chunks, 4) == [same(each) for each in answer["choices"]]
 

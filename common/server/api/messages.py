@@ -173,7 +173,6 @@ class CustomTool(FunctionFields):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     parameters: dict[str, Any] = Field(alias="input_schema")
     """a JSON Schema of an object"""
 

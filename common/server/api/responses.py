@@ -126,7 +126,7 @@ class Namespace(Fields):
     """A tool in the body of responses: functions under a common name, such as those of one MCP server."""
 
     type: Literal["namespace"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     """a label"""
     tools: Annotated[

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from common.constrained.schemas import size
 from common.constrained.tool_calls import Function, ToolUse, call_for_template
 from common.errors import InvalidGrammarError
-from common.server.api.bodies import Fields
+from common.server.api.bodies import Fields, Label
 from common.server.errors import refused
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ def log_once(message: str) -> None:
 #: JSON Schema of the arguments of a function without the field `parameters`: it takes no arguments.
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+#: As the Model Context Protocol has it: OpenAI's and Anthropic's names have no dots, and OpenAI's 64 characters.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionFields(Fields):
@@ -209,7 +210,7 @@ Arguments = Annotated[str, BeforeValidator(_arguments_text)]
 class CalledFunction(Fields):
     """The function that a tool call names, and the arguments of the call."""
 
-    name: FunctionName
+    name: Label
     arguments: Arguments = ""
     """JSON text, or the object; default: no arguments"""
 
