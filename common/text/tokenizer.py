@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import os
 import re
@@ -50,7 +51,7 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self._escapes = False
-        self._letter: int | None = backend.token_to_id("a")
+        self.letter: int | None = backend.token_to_id("a")
         self._token_texts: dict[int, str] = {}  # a cache: at most one entry for each id
 
     @classmethod
@@ -124,9 +125,9 @@ class Tokenizer:
 
     def _text_within(self, token_id: int) -> str:
         """Return the text of one token that has text before it."""
-        if self._letter is None or self.is_foreign(token_id):
+        if self.letter is None or self.is_foreign(token_id):
             return self.decode([token_id])
-        return self.decode([self._letter, token_id]).removeprefix("a")
+        return self.decode([self.letter, token_id]).removeprefix("a")
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
         """Return the bytes of one token's text (see `token_text`).
@@ -207,7 +208,7 @@ class IncrementalDetokenizer:
         begins_text: whether no text was before the first token that `add` decodes.
     """
 
-    #: After this many tokens in a row without decoded text, `_is_broken` checks their bytes. UTF-8 needs at most
+    #: After this many tokens in a row without decoded text, broken bytes among them are shown. UTF-8 needs at most
     #: four bytes a character.
     MAX_UNFINISHED = 4
 
@@ -290,20 +291,30 @@ class IncrementalDetokenizer:
             return broken + text
         if token_id not in self._tokenizer.special_ids:
             self._unfinished.append(token_id)
-        return broken + (self._flush_broken() if self._is_broken() else "")
+        return broken + self._settled()
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
-    def _is_broken(self) -> bool:
-        """Return whether the unfinished tokens hold a broken character before their last one. Always False for
-        fewer than `MAX_UNFINISHED` tokens.
+    def _settled(self) -> str:
+        """Return the text of the unfinished tokens if no later token can change it, else no text.
 
-        Tokens that each end one character and begin the next are unfinished, not broken, however many they are.
+        It is settled if it ends with a U+FFFD of its own, or if a character before its last one is broken. Tokens
+        that each end one character and begin the next are unfinished, not broken, however many they are.
         """
-        if len(self._unfinished) < self.MAX_UNFINISHED:
-            return False
-        return REPLACEMENT in self._decoded(self._unfinished)[:-1]
+        begins = not self._context
+        data = b"".join(
+            self._tokenizer.token_bytes(token_id, first=begins and place == 0)
+            for place, token_id in enumerate(self._unfinished)
+        )
+        try:
+            text = codecs.getincrementaldecoder("utf-8")().decode(data)
+        except UnicodeDecodeError:
+            return self._flush_broken() if len(self._unfinished) >= self.MAX_UNFINISHED else ""
+        if not data.endswith(REPLACEMENT.encode()):
+            return ""
+        self._flush_broken()
+        return text
 
     def _flush_broken(self) -> str:
         """Drop the unfinished tokens, which will never form a character, so that later tokens can be decoded.
@@ -314,6 +325,8 @@ class IncrementalDetokenizer:
             return ""
         text = self._decoded(self._unfinished)
         self._unfinished.clear()
+        if not self._context and self._tokenizer.letter is not None:  # some text is before the next token
+            self._context = [self._tokenizer.letter]
         self._stream = self._new_stream(self._context)
         return text
 

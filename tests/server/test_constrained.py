@@ -35,6 +35,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, r"\{[^{}]*\}"),
     ({"structured_outputs": {"regex": "[0-9]{3}-(red|blue)"}}, "[0-9]{3}-(red|blue)"),
     ({"structured_outputs": {"choice": ["a fox", "ein Bär", "🦊"]}}, "a fox|ein Bär|🦊"),
+    ({"structured_outputs": {"choice": ["a \ufffd🦊\ufffd"]}}, "a \ufffd🦊\ufffd"),
     ({"structured_outputs": {"grammar": 'start: "x" Y{2}\nY: "y" | "z"'}}, "x[yz]{2}"),
     (
         {"structured_outputs": {"grammar": 'root ::= "x" ("y" | "z")'}, "response_format": {"type": "text"}},
