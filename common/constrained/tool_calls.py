@@ -30,7 +30,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from common.constrained.grammar import Grammar, check_length
-from common.constrained.schemas import asked, closed_arguments, objects_in, size
+from common.constrained.schemas import LABELS, asked, closed_arguments, objects_in, size
 from common.constrained.trial import JSON_OPTIONS
 from common.errors import InvalidGrammarError
 from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
@@ -311,7 +311,7 @@ class _Writer:
             function: the called function.
         """
         is_strict = self._use.required or function.strict
-        schema = closed_arguments(function.parameters) if is_strict else dict(ANY_OBJECT)
+        schema = closed_arguments(asked(function.parameters)) if is_strict else dict(ANY_OBJECT)
         schema["type"] = "object"  # the schema may allow other types, such as null
         if self._syntax == "pythonic":
             arguments = self._keywords(number, schema) if is_strict else self._any_keywords()
@@ -421,11 +421,8 @@ class _Writer:
         return _literal(text) if token_id is None else f"<[{token_id}]>"
 
 
-#: Keys of a schema that only describe.
-_LABELS = frozenset({"title", "description", "$schema"})
-
 #: Keys that a schema may have if its arguments are written as keywords.
-_PLAIN_KEYS = _LABELS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_PLAIN_KEYS = LABELS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
 def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,12 +436,12 @@ def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    return f"%json {_json({**asked(schema), 'x-guidance': JSON_OPTIONS})}"
+    return f"%json {_json({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
 def _arguments(schema: Mapping[str, Any]) -> str:
     """Return an expression for the arguments of a call, in JSON: `{}`, without space, if there are none."""
-    says = {name: value for name, value in schema.items() if name not in _LABELS}
+    says = {name: value for name, value in schema.items() if name not in LABELS}
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     return '"{}"' if says == nothing else _schema(schema)
 

@@ -53,6 +53,14 @@ WALKS, WALK_TOKENS = 2, 32
 WALK_DRAWS = 8
 
 
+#: Words of the compiler, and what they mean.
+ONE_OF = (
+    "oneOf not fully supported",
+    "oneOf is followed only if its alternatives differ in type, or in the constants of a property that all "
+    "require; write anyOf",
+)
+
+
 class OverBudgetError(ValueError):
     """An answer's grammar has taken more processor time than its budget allows."""
 
@@ -156,7 +164,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
         raise ValueError(_reason(matcher.get_error()))
     ignored = (each for each in matcher.get_grammar_warnings() if not each.startswith("Unknown format: "))
     if warning := next(ignored, None):
-        raise ValueError(warning.partition(", falling back")[0])
+        raise ValueError(warning.partition(", falling back")[0].replace(*ONE_OF))
     return matcher
 
 

@@ -382,7 +382,9 @@ def test_a_schema_that_no_grammar_can_follow_is_named_and_left_out() -> None:
             raise InvalidGrammarError(str(error)) from None
 
     good = dataclasses.replace(WEATHER, strict=True)
-    wrong = Function("wrong", None, {"type": "object", "properties": {"a": {"not": {}}}}, strict=True)
+    wrong = Function(
+        "wrong", None, {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}, strict=True
+    )
     use = ToolUse((good, wrong, ADD), (good, wrong, ADD))
     reasons = use.refusals(dialect("hermes"), check)
     assert list(reasons) == ["wrong"]
