@@ -150,13 +150,18 @@ def test_an_answer_that_is_only_a_thought(server: ServerProcess) -> None:
 
 
 def test_reasoning_items_go_back_to_the_template(server: ServerProcess) -> None:
-    output = respond(server, input=ASKED, max_output_tokens=64, **THINKS)["output"]
+    """Also from the AI SDK: it keeps what streams have in `summary` and `encrypted_content`, and no other field."""
+    wanted = {"include": ["reasoning.encrypted_content"], "store": False}
+    output = respond(server, input=ASKED, max_output_tokens=64, **THINKS, **wanted)["output"]
+    events = stream(server, input=ASKED, max_output_tokens=64, **THINKS, **wanted)
+    done = next(event["item"] for event in events if event["type"] == "response.output_item.done")
+    kept = {name: done[name] for name in ("type", "id", "summary", "encrypted_content")}
     summary = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": THOUGHT}]}
     counts = [
         respond(server, input=[*ASKED, *items], max_output_tokens=1)["usage"]["input_tokens"]
-        for items in (output, [summary, output[1]], output[1:])
+        for items in (output, [kept, output[1]], [summary, output[1]], output[1:])
     ]
-    assert counts[0] == counts[1] > counts[2]
+    assert counts[0] == counts[1] == counts[2] > counts[3]
 
 
 # ---------------------------------------------------------------------- schemas

@@ -138,6 +138,18 @@ SENT_BACK: dict[str, tuple[type[Body], str, dict[str, Any], dict[str, Any]]] = {
         {"role": "assistant", "content": [{"type": "output_text", "text": "Hi.", "role": "assistant"}]},
         {"role": "assistant", "content": "Hi."},
     ),
+    "reasoning of another server": (
+        ResponsesRequest,
+        "input",
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABo"},
+        {"type": "reasoning", "content": []},
+    ),
+    "reasoning that was cut": (
+        ResponsesRequest,
+        "input",
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "infer:SG0"},
+        {"type": "reasoning", "content": []},
+    ),
     "reasoning without text": (
         ResponsesRequest,
         "input",

@@ -209,7 +209,7 @@ HINTS: Mapping[str, frozenset[str]] = {
         "conversations": "best_of return_assistant_tokens_mask return_prompt_text",
         "Anthropic's messages": "container diagnostics inference_geo speed user_profile_id workspace_id",
         "reasoning": "context generate_summary mode summary",
-        "items": "caller encrypted_content",
+        "items": "caller",
         "tools of responses": "allowed_callers async defer_loading output_schema",
         "stream_options": "include_obfuscation",
         "structured_outputs": "disable_fallback",

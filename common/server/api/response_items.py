@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -119,6 +120,30 @@ class ReasoningItem(ItemFields):
     content: ReasoningParts | None = None
     summary: ReasoningParts | None = None
     """taken where there is no content"""
+    encrypted_content: str | None = None
+    """read where there is neither, if it comes from this server"""
+
+    @property
+    def text(self) -> str:
+        parts = self.content or self.summary or ()
+        return "\n".join(part.text for part in parts) or _unsealed(self.encrypted_content or "")
+
+
+#: Before the text in an `encrypted_content` of this server's. Contents of other servers are left out.
+SEAL = "infer:"
+
+
+def sealed(text: str) -> str:
+    """Return the `encrypted_content` of a thought: its text in base64, which is not encrypted."""
+    return SEAL + b64encode(text.encode()).decode()
+
+
+def _unsealed(content: str) -> str:
+    """Return the text of a thought from what `sealed` returned; "" for any other text."""
+    try:
+        return b64decode(content.removeprefix(SEAL)).decode() if content.startswith(SEAL) else ""
+    except ValueError:
+        return ""
 
 
 class ItemReference(ItemFields):
@@ -164,7 +189,7 @@ def messages_of(items: Sequence[Any]) -> list[ChatMessage]:
         open_ = last is not None and (last.tool_calls or not last.content)  # its answer goes on in this item
         match item:
             case ReasoningItem():
-                if thought := "\n".join(part.text for part in item.content or item.summary or ()):
+                if thought := item.text:
                     if not open_:
                         messages.append(message("assistant"))
                     thoughts.setdefault(len(messages) - 1, []).append(thought)

@@ -66,6 +66,7 @@ from common.server.api.response_items import (
     flat_name,
     messages_of,
     owner_of,
+    sealed,
 )
 from common.server.api.stream import event
 from common.server.api.tools import (
@@ -255,8 +256,8 @@ class ResponsesRequest(ConversationRequest):
     tool_choice: ToolChoice | None = Field(default=None, description=CHOICE)
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
         default=None,
-        description=f"`{LOGPROBS}`; `{ENCRYPTED}` is accepted, but reasoning is sent as text; OpenAI's other "
-        "values are ignored",
+        description=f"`{LOGPROBS}`; `{ENCRYPTED}`: the text of reasoning, in base64, for clients that send "
+        "no other field of it back; OpenAI's other values are ignored",
     )
     top_logprobs: Whole | None = Field(
         default=None, ge=0, le=20, description=f"likeliest tokens beside each; with `{LOGPROBS}` in `include`"
@@ -689,6 +690,8 @@ class ResponseEvents(ItemFormat):
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._event(done, **self._place, text=text, **more)
             item["content"] = [_part(kind, text)]
+            if kind == "reasoning" and ENCRYPTED in (self._wanted.include or ()):
+                item["encrypted_content"] = sealed(text)
             yield self._event("response.content_part.done", **self._place, part=item["content"][0])
         item["status"] = "completed" if complete else "incomplete"
         yield self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
