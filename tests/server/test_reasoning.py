@@ -179,6 +179,12 @@ def test_a_schema_is_not_forced_on_a_thought(server: ServerProcess) -> None:
     assert message["reasoning_content"]
     assert not message["content"]
     biased = {"logit_bias": {str(first_token("<")): -100}}
+    begun = {"messages": [*ASKED, {"role": "assistant", "content": ""}]}
+    answers = [
+        chat(server, response_format=CHAT_FORM, max_tokens=9, temperature=0, **opened, **biased, **fields)
+        for fields in ({}, begun)
+    ]
+    assert answers[0]["choices"] == answers[1]["choices"]
     message = chat(server, response_format=CHAT_FORM, **biased)["choices"][0]["message"]
     assert set(json.loads(message["content"])) == {"brave"}
     answer = respond(server, input=ASKED, text={"format": FORM}, max_output_tokens=64, **biased)

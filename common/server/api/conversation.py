@@ -320,8 +320,11 @@ class ConversationRequest(GenerationRequest, TemplateOptions):
         plain = self.named_grammar
         schema = None if plain is None else _schema_of(plain[1])
         variables = None if dialect.template is None else self.variables(dialect.template)
-        begins = self._begins_message(self.turns[-1]) is True
-        thinking = begins and dialect.opens_thought(variables)
+        last = self.turns[-1]
+        begins = self._begins_message(last)
+        if begins is None and self.continue_final_message is None:  # an empty message is begun
+            begins = not (text_of(last.content).strip() or last.reasoning_content or last.reasoning)
+        thinking = begins is True and dialect.opens_thought(variables)
         if use is None:
             if plain is None or schema is None or not dialect.thinks:
                 return plain
