@@ -17,11 +17,12 @@ and writes (weights, KV memory, the latest tokens) stay at their addresses.
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
@@ -289,8 +290,15 @@ class ThreadStream(Stream):
     """A CPU's stream without recordings: calls the functions in a Python thread of its own."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream")
+        self._threads: dict[int, Executor] = {}  # by process: a forked one has no threads of its parent
         self._times: HostTimes | None = None
+
+    @property
+    def _thread(self) -> Executor:
+        process = os.getpid()
+        if process not in self._threads:
+            self._threads[process] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream")
+        return self._threads[process]
 
     def submit(
         self,

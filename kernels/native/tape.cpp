@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include <omp.h>
+#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -22,6 +23,7 @@
 #include <deque>
 #include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -160,10 +162,10 @@ struct Tape : torch::CustomClassHolder {
 
 // A thread that plays tapes in the order of submission. It is not a Python thread and never waits for the interpreter's
 // lock, so a pass goes on while Python runs.
-struct TapePlayer : torch::CustomClassHolder {
-  TapePlayer() : thread_([this] { run(); }) {}
+struct Player {
+  Player() : thread_([this] { run(); }) {}
 
-  ~TapePlayer() override {
+  ~Player() {
     {
       std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -280,6 +282,32 @@ struct TapePlayer : torch::CustomClassHolder {
   std::thread thread_;  // the last member: it uses the others
 };
 
+// A `Player` that a forked process has anew: `fork` copies the state of the parent's thread, but not the thread.
+// Passes that were not waited for when the process was forked are unknown to the new one.
+struct TapePlayer : torch::CustomClassHolder {
+  ~TapePlayer() override {
+    if (is_copy()) player_.release();  // its thread cannot be joined
+  }
+
+  Player& operator*() {
+    if (is_copy()) {
+      player_.release();
+      player_ = std::make_unique<Player>();
+      process_ = getpid();
+    }
+    return *player_;
+  }
+
+ private:
+  bool is_copy() const { return getpid() != process_; }
+
+  std::unique_ptr<Player> player_ = std::make_unique<Player>();
+  pid_t process_ = getpid();
+};
+
+using PlayerPointer = c10::intrusive_ptr<TapePlayer>;
+using TapePointer = c10::intrusive_ptr<Tape>;
+
 // Sets the number of threads that share the calling thread's operators, and returns the number before.
 int64_t set_threads_here(int64_t threads) {
   const int64_t before = at::get_num_threads();  // once in each thread this sets the number itself
@@ -307,11 +335,16 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
   library.def("set_threads_here(int threads) -> int", &set_threads_here);
   library.class_<TapePlayer>("TapePlayer")
       .def(torch::init<>())
-      .def("submit", &TapePlayer::submit)
-      .def("wait", &TapePlayer::wait)
-      .def("drain", &TapePlayer::drain)
-      .def("take_times", &TapePlayer::take_times)
-      .def("is_done", &TapePlayer::is_done);
+      .def("submit", [](const PlayerPointer& player, const TapePointer& tape, std::vector<at::Tensor> inputs,
+                        int64_t after, int64_t threads) {
+        return (**player).submit(tape, std::move(inputs), after, threads);
+      })
+      .def("wait", [](const PlayerPointer& player, int64_t ticket) { return (**player).wait(ticket); })
+      .def("drain", [](const PlayerPointer& player) { (**player).drain(); })
+      .def("take_times", [](const PlayerPointer& player) { return (**player).take_times(); })
+      .def("is_done", [](const PlayerPointer& player, int64_t ticket, double within_s) {
+        return (**player).is_done(ticket, within_s);
+      });
 }
 
 }  // namespace infer

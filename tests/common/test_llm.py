@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +116,28 @@ def test_the_logprobs_of_a_prompts_own_tokens(llama: CausalLM, monkeypatch: pyte
         assert (own.rank, own.logprob) == (served.rank, pytest.approx(served.logprob, abs=1e-5))
     expected = solo_logits(llama, [5, 3, 250])[-1].log_softmax(dim=-1)[7].item()
     assert scored.prompt_logprobs[-1].logprob == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("native_kernels", [True, False])
+def test_a_forked_process_computes_with_its_copy(native_kernels: bool) -> None:
+    """As a pool of `multiprocessing` does on Linux. The thread that computes passes is not copied."""
+    llm = LLM("zoo:llama-tiny", phase=9, dtype="float32", native_kernels=native_kernels)
+
+    def text() -> str:
+        return llm.generate("Once upon a time", greedy(8), progress=False)[0].text
+
+    expected = text()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # kills a process that hangs
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = int(text() != expected)
+            del llm.engine
+            gc.collect()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert text() == expected
 
 
 def test_a_second_thread_waits_for_the_first(llm: LLM) -> None:
