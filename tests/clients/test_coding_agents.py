@@ -103,7 +103,7 @@ def claude_code(home: Path, url: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": KEY,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+        **{f"ANTHROPIC_DEFAULT_{kind}_MODEL": MODEL for kind in ("OPUS", "SONNET", "HAIKU")},
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
 
