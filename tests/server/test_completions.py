@@ -224,7 +224,8 @@ def test_a_model_that_ends_its_text_ends_with_eos(server: ServerProcess) -> None
 def test_stop_string_is_cut_out_and_held_text_is_never_shown(server: ServerProcess, as_list: bool) -> None:
     whole = server.text(max_tokens=40)
     stop = whole[len(whole) // 2 : len(whole) // 2 + 6]  # begins and ends anywhere within tokens
-    fields = {"max_tokens": 40, "stop": [stop, "never in the text"] if as_list else stop}
+    others = [f"never in the text {number}" for number in range(39)]
+    fields = {"max_tokens": 40, "stop": [*others, stop] if as_list else stop}
     answer, events = server.complete(**fields), server.events(**fields)
     assert answer["choices"][0]["text"] == whole[: whole.index(stop)] == texts(events)[0]
     assert answer["finish_reason"] == answer["choices"][0]["finish_reason"] == "stop"

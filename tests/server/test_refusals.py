@@ -101,7 +101,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "repetition_penalty": [0],
     "presence_penalty": [2.1],
     "frequency_penalty": [-2.1],
-    "stop": [["x"] * 17, "x" * 257],
+    "stop": [["x"] * 65, "x" * 257],
     "seed": [2**64],
     "logprobs": [-1, 21],
     "prompt_logprobs": [-1, 21],

@@ -56,7 +56,7 @@ from common.server.api.tools import (
     ToolCall,
     by_kind,
 )
-from common.server.api.wanted import Shown, StopString
+from common.server.api.wanted import Shown, StopStrings
 from common.server.errors import ErrorDetail, MessagesError, from_exception, refused
 from common.server.routes import OF_BODIES, OF_TEXT, JsonRoute, answers, convert, event_stream, generate
 from common.server.service import Served
@@ -241,7 +241,7 @@ class MessagesRequest(ConversationRequest):
     """a text, or blocks of text, before the messages"""
     max_tokens: int | None = Field(default=None, ge=0)
     """0: the prompt is computed, and cached, without an answer; default: as many as fit after the conversation"""
-    stop_sequences: Annotated[list[StopString], Field(max_length=16, fail_fast=True)] | None = None
+    stop_sequences: StopStrings | None = None
     """strings that end the answer, left out of its text"""
     tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] | None = None  # type: ignore[assignment]  # chat has them in an envelope
     """tools that the client runs; those of other types are left out"""

@@ -36,9 +36,10 @@ NewTokens = Annotated[Annotated[Whole, Field(ge=1)] | None, BeforeValidator(no_l
 # fail_fast: only the first bad item of a list is reported, so two megabytes of bad items cost one error.
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(max_length=256)]
+# Each string costs about a microsecond for each token of the answer.
+StopStrings = Annotated[list[StopString], Field(max_length=64, fail_fast=True)]
 Stop = Annotated[
-    Annotated[StopString, Tag("str")]
-    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("list")],
+    Annotated[StopString, Tag("str")] | Annotated[StopStrings, Tag("list")],
     by_type("a string or a list of strings"),
 ]
 
@@ -210,7 +211,7 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = Field(default=0.0, ge=-2.0, le=2.0)
     """subtracted from a token's logit once for each time that the answer has it so far"""
     stop: Stop | None = None
-    """at most 16 strings, left out of the text; empty ones are not looked for"""
+    """at most 64 strings, left out of the text; empty ones are not looked for"""
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
     """tokens that end the answer, like EOS"""
     seed: Whole | None = Field(default=None, ge=-(2**63), lt=2**63)
