@@ -49,6 +49,7 @@ class Accepts:
     Attributes:
         texts: the roles whose content may be a text.
         parts: the roles whose content may be a list of parts.
+        alone: whether the template shows a system message that no other message follows.
         developers: whether the template names the role `developer`.
         later: the roles, `system` and `developer`, of which the template shows messages after the first message.
         alternating: the roles, `user` and `assistant`, of which the template shows a message, but not two in a row.
@@ -58,6 +59,7 @@ class Accepts:
 
     texts: frozenset[str]
     parts: frozenset[str]
+    alone: bool
     developers: bool
     later: frozenset[str]
     alternating: frozenset[str]
@@ -98,6 +100,7 @@ class Accepts:
         return cls(
             texts=texts,
             parts=parts,
+            alone=any(shown(_talk("system", content)[:1]) is not None for content in (_text, _parts)),
             developers=re.search("""['"]developer['"]""", source) is not None,
             later=frozenset(role for role in SYSTEM_ROLES if shown(_later(role)) is not None),
             alternating=frozenset(
@@ -138,9 +141,10 @@ def adapted(messages: Sequence[Message], accepts: Accepts) -> list[dict[str, Any
     A developer's message becomes a system message, unless the template names that role. It joins the system message
     before it. If the template does not show later messages of its role, it joins the first message, as do later
     system messages. If the template shows no system message, its text begins the user's first message, as in
-    llama.cpp's server. If the template does not show two messages of the user in a row, they become one, as in
-    Anthropic's API. So do those of the assistant, except for messages with calls. Where a message has more calls
-    than the template shows, each call gets a message, followed by its result.
+    llama.cpp's server. If it shows none without another message behind it, a system message alone is the user's. If
+    the template does not show two messages of the user in a row, they become one, as in Anthropic's API. So do
+    those of the assistant, except for messages with calls. Where a message has more calls than the template shows,
+    each call gets a message, followed by its result.
     """
     told = _with_joined(messages, accepts)
     if accepts.one_call_each:
@@ -168,7 +172,8 @@ def _with_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]
         else:
             groups.append([message])
     shown = accepts.texts | accepts.parts
-    if groups and groups[0][0]["role"] == "system" and "user" in shown and "system" not in shown:
+    is_shown = "system" in shown and (accepts.alone or len(groups) > 1)
+    if groups and groups[0][0]["role"] == "system" and "user" in shown and not is_shown:
         said: list[Message] = [{"role": "user", "content": each["content"]} for each in groups.pop(0)]
         if not groups or groups[0][0]["role"] != "user":
             groups.insert(0, [])

@@ -58,6 +58,17 @@ def test_a_result_and_words_are_one_turn_where_turns_alternate() -> None:
     assert prompts(MessagesRequest, "messages", messages, "gemma3-tiny") == expected
 
 
+@pytest.mark.parametrize(("model", "role"), [("llama-tiny", "system"), ("gemma3-tiny", "user")])
+def test_a_system_message_alone_is_shown(model: str, role: str) -> None:
+    """Gemma's template only shows a system message at the beginning of the user's."""
+    theirs = transformers.AutoTokenizer.from_pretrained(ZOO / model)
+    plain = [{"role": role, "content": "Be brief."}]
+    expected = [theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)]
+    for content in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        alone = [{"role": "system", "content": content}]
+        assert prompts(ChatRequest, "messages", alone, model) == expected
+
+
 @pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])
 def test_items_of_an_answer_are_one_message_in_any_order(model: str) -> None:
     call: dict[str, Any] = {"type": "function_call", "call_id": "a", **CALL["function"]}
