@@ -74,6 +74,7 @@ _HUB_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
     "added_tokens.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     "model*.safetensors",

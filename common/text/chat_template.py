@@ -87,7 +87,7 @@ class ChatTemplate:
         """
         config_path = folder / "tokenizer_config.json"
         config = read_json_if_there(config_path)
-        special_tokens = special_tokens_of(config)
+        special_tokens = special_tokens_of(folder)
         if file is not None:
             return cls.from_file(file, special_tokens)
         own_file = folder / "chat_template.jinja"
@@ -298,8 +298,17 @@ def _named(templates: Any) -> dict[str, str]:
     return {str(name): text for name, text in templates.items() if isinstance(text, str)}
 
 
-def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in a tokenizer's config, by name (`bos_token` and so on)."""
+def special_tokens_of(folder: Path) -> dict[str, str]:
+    """Return the texts of a checkpoint's special tokens by name (`bos_token` and so on).
+
+    As in `transformers`, `special_tokens_map.json` counts if the config has no `added_tokens_decoder`.
+
+    Raises:
+        StartupError: a file cannot be read.
+    """
+    config = read_json_if_there(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= read_json_if_there(folder / "special_tokens_map.json")
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {
         name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()

@@ -1,8 +1,8 @@
 """Reads the tokenizer of a Hugging Face folder.
 
 It is spread over several files. `tokenizer.json` has the vocabulary and the rules. `tokenizer_config.json` and, in
-older checkpoints, `added_tokens.json` may name tokens that were added later. `tokenizer_config.json` also says
-which token ends an answer.
+older checkpoints, `added_tokens.json` may name tokens that were added later. `tokenizer_config.json` and, in older
+checkpoints, `special_tokens_map.json` also say which token ends an answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FolderVocabulary:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._config = read_json_if_there(folder / _CONFIG)
-        self._special = special_tokens_of(self._config)
+        self._special = special_tokens_of(folder)
         self.unused: list[str] = []
 
     @functools.cached_property

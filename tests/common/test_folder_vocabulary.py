@@ -90,6 +90,30 @@ def test_where_an_answer_ends(
     assert ("eos_token" in str(checkpoint.unused)) == ("<|none of them|>" in str(config))
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_special_tokens_map_counts_as_in_transformers(as_objects: bool, is_new: bool, tmp_path: Path) -> None:
+    """An older checkpoint names its special tokens in this file. With `added_tokens_decoder`, it does not count."""
+    named = {"bos_token": "<|end_header_id|>", "eos_token": "<|start_header_id|>"}
+    objects = {name: {"content": text, "lstrip": False} for name, text in named.items()}
+    config = {"added_tokens_decoder": {}} if is_new else {}
+    folder = folder_of(
+        tmp_path, "llama-tiny", config, vocab_size=1024, special_tokens_map=objects if as_objects else named
+    )
+    checkpoint = open_checkpoint(str(folder))
+    for path in folder.glob("*.json"):  # transformers reads no byte-order mark
+        path.write_text(path.read_text("utf-8-sig"))
+    oracle = AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": "Hi"}]
+    template = checkpoint.tokenizer().chat_template
+    assert template is not None
+    assert template.render(asked) == oracle.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+    end_of_turn = oracle.convert_tokens_to_ids("<|eot_id|>")
+    assert checkpoint.config.eos_token_ids == {3, oracle.eos_token_id, end_of_turn}
+
+
 @pytest.mark.parametrize("form", ["folder", "GGUF"])
 def test_a_template_of_ones_own_says_where_an_answer_ends(form: str, tmp_path: Path) -> None:
     """A base model gets a template whose messages end with a token that is no end elsewhere."""
