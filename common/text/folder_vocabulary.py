@@ -20,7 +20,7 @@ from common.errors import StartupError
 from common.json_file import read_json_if_there
 from common.text.chat_template import ChatTemplate, special_tokens_of
 
-_CONFIG, _ADDED = "tokenizer_config.json", "added_tokens.json"
+_CONFIG, _ADDED, _DECODER = "tokenizer_config.json", "added_tokens.json", "added_tokens_decoder"
 
 
 class FolderVocabulary:
@@ -39,6 +39,7 @@ class FolderVocabulary:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._config = read_json_if_there(folder / _CONFIG)
+        self._names_flags = _DECODER in self._config  # of tokens that tokenizer.json has, too
         self._special = special_tokens_of(folder)
         self.unused: list[str] = []
 
@@ -62,33 +63,39 @@ class FolderVocabulary:
             raise StartupError(f"{path} cannot be read: {error!s:.300}") from None
         backend.no_truncation()
         backend.no_padding()
+        there = backend.get_added_tokens_decoder()
         for token_id, token in sorted(self._added_tokens().items()):
             known = backend.token_to_id(token.content)
             free = known is None and token_id == backend.get_vocab_size()
             if known != token_id and not free:
                 self.unused.append(f"the token {token.content!r} with the id {token_id}")
-            elif token_id not in backend.get_added_tokens_decoder():
+            elif token_id not in there or (self._names_flags and there[token_id] != token):
                 backend.add_tokens([token])
-        self.unused += [
-            f"{name} {text!r}, which is not in the vocabulary"
-            for name, text in self._special.items()
-            if backend.token_to_id(text) is None
-        ]
+        for name, text in self._special.items():
+            known = backend.token_to_id(text)
+            if known is None:
+                self.unused.append(f"{name} {text!r}, which is not in the vocabulary")
+                continue
+            token = backend.get_added_tokens_decoder().get(known) or AddedToken(text, special=True)
+            token.special = True
+            backend.add_tokens([token])
         return backend
 
     def _added_tokens(self) -> dict[int, AddedToken]:
         """Return the tokens that files beside `tokenizer.json` name, by id.
 
+        As in `transformers`, `added_tokens.json` counts if the config has no `added_tokens_decoder`.
+
         Raises:
             StartupError: an entry has a wrong type.
         """
         found: dict[int, AddedToken] = {}
-        by_text = read_json_if_there(self._folder / _ADDED)
+        by_text = {} if self._names_flags else read_json_if_there(self._folder / _ADDED)
         entries: list[tuple[Any, Any]] = [(token_id, {"content": text}) for text, token_id in by_text.items()]
-        entries += _object(self._config, "added_tokens_decoder", self._folder / _CONFIG).items()
+        entries += _object(self._config, _DECODER, self._folder / _CONFIG).items()
         for token_id, entry in entries:
             try:
-                special = entry["content"] in self._special.values()
+                special = entry["content"] in self._special.values() or entry.get("special", False)
                 settings: dict[str, Any] = {"normalized": not special, "special": special, **entry}
                 found[int(token_id)] = AddedToken(settings.pop("content") + "", **settings)
             except (TypeError, ValueError, KeyError):

@@ -35,6 +35,13 @@ def folder_of(
     return folder
 
 
+def oracle_of(folder: Path) -> Any:
+    """Return the tokenizer of `transformers`."""
+    for path in folder.glob("*.json"):  # it reads no byte-order mark
+        path.write_text(path.read_text("utf-8-sig"))
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("source", ["added_tokens_decoder", "added_tokens.json"])
 @pytest.mark.parametrize("name", ZOO_NAMES)
 def test_added_tokens_are_those_of_transformers(name: str, source: str, tmp_path: Path) -> None:
@@ -50,9 +57,7 @@ def test_added_tokens_are_those_of_transformers(name: str, source: str, tmp_path
     else:
         folder = folder_of(tmp_path, name, {"added_tokens_decoder": tokens})
     ours = open_checkpoint(str(folder)).tokenizer()
-    for path in folder.glob("*.json"):  # transformers reads no byte-order mark
-        path.write_text(path.read_text("utf-8-sig"))
-    oracle = AutoTokenizer.from_pretrained(folder)
+    oracle = oracle_of(folder)
     assert [ours.encode(text, add_special_tokens=False) for text in texts] == [[i] for i in ids]
     for number, text in enumerate(strings(300)):
         text = text.replace(" ", f" {texts[number % 3]} ", 2)
@@ -60,6 +65,36 @@ def test_added_tokens_are_those_of_transformers(name: str, source: str, tmp_path
         assert ours.decode(oracle.encode(text)) == oracle.decode(
             oracle.encode(text), skip_special_tokens=True
         )
+
+
+TURN_END = {"content": "<|eot_id|>", "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"eos_token": "<|eot_id|>"},
+        {"pad_token": "in"},
+        {"added_tokens_decoder": {"1023": TURN_END}},
+        {"added_tokens_decoder": {"1023": TURN_END | {"special": False, "lstrip": True, "rstrip": True}}},
+        {"added_tokens_decoder": {"1023": TURN_END | {"special": False}}, "eos_token": "<|eot_id|>"},
+    ],
+    ids=str,
+)
+def test_flags_of_known_tokens_are_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
+    """`tokenizer.json` has the token, but not as a special one."""
+    folder = folder_of(tmp_path, "llama-tiny", config, vocab_size=1024, added_tokens={"<|eot_id|>": 1023})
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
+    assert vocabulary["added_tokens"][-1].pop("content") == TURN_END["content"]
+    vocabulary["added_tokens"][-1] |= TURN_END | {"special": False}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    ours = open_checkpoint(str(folder)).tokenizer()
+    oracle = oracle_of(folder)
+    ids = oracle.encode("A fox <|eot_id|>  in the rain<|eot_id|>")
+    assert ours.encode("A fox <|eot_id|>  in the rain<|eot_id|>") == ids
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == oracle.decode(ids, skip_special_tokens=skip)
 
 
 ENDS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}"
@@ -96,14 +131,12 @@ def test_special_tokens_map_counts_as_in_transformers(as_objects: bool, is_new: 
     """An older checkpoint names its special tokens in this file. With `added_tokens_decoder`, it does not count."""
     named = {"bos_token": "<|end_header_id|>", "eos_token": "<|start_header_id|>"}
     objects = {name: {"content": text, "lstrip": False} for name, text in named.items()}
-    config = {"added_tokens_decoder": {}} if is_new else {}
+    config: dict[str, Any] = {"added_tokens_decoder": {}} if is_new else {}
     folder = folder_of(
         tmp_path, "llama-tiny", config, vocab_size=1024, special_tokens_map=objects if as_objects else named
     )
     checkpoint = open_checkpoint(str(folder))
-    for path in folder.glob("*.json"):  # transformers reads no byte-order mark
-        path.write_text(path.read_text("utf-8-sig"))
-    oracle = AutoTokenizer.from_pretrained(folder)
+    oracle = oracle_of(folder)
     asked = [{"role": "user", "content": "Hi"}]
     template = checkpoint.tokenizer().chat_template
     assert template is not None
