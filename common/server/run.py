@@ -2,7 +2,7 @@
 
 ```text
 port taken ─> engine built ─> ready ─> SIGTERM: draining, new requests 503 ─> idle or timeout ─> exit 0
-  exit 1        exit 1                  second signal ────────────────────────────────────────> exit 1
+  exit 1        exit 1, signal: 143     second signal ────────────────────────────────────────> exit 1
 ```
 
 Wrong options (`common.server.options`) end the command with exit code 2.
@@ -68,6 +68,8 @@ def main(
         prog: the name of this command in `--help`; `python -m` and the phase if None.
         process: what runs the engine.
     """
+    # Until uvicorn has its own handlers. A signal without a handler never reaches a container's first process.
+    signal.signal(signal.SIGTERM, _interrupt)
     freeze()  # modules: each full collection while the engine is built would scan them for 0.1 s
     try:
         package = find_phase(phase_name)
@@ -85,9 +87,14 @@ def main(
         exit_with(f"error: {error}", 2)
     except StartupError as error:
         exit_with(f"error: {error}", 1)
-    except KeyboardInterrupt:  # while the engine is being built
+    except KeyboardInterrupt as error:  # while the engine is being built
         print("interrupted", file=sys.stderr)
-        exit_at_once(130)
+        exit_at_once(128 + (signal.SIGTERM if error.args else signal.SIGINT))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - a signal handler
+    """Raise what Python raises at SIGINT, with the signal."""
+    raise KeyboardInterrupt(number)
 
 
 def exit_with(message: str, code: int) -> NoReturn:

@@ -234,12 +234,14 @@ def test_ctrl_c_is_one_good_end_for_both(phase: str) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_the_engine_is_built(phase: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_engine_is_built(phase: str, number: signal.Signals) -> None:
+    """A container's first process must handle SIGTERM: the kernel drops a signal that it does not handle."""
     command = [sys.executable, "-m", phase, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         engine = engine_of(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(HANG_S) == 130
+        os.killpg(process.pid, number)
+        assert process.wait(HANG_S) == 128 + number
         assert process.stderr is not None
         # The engine's process may still write a line after it.
         assert "interrupted" in process.stderr.read().splitlines()
