@@ -158,11 +158,13 @@ class _ControlGroupFiles(NamedTuple):
 
     limit: str
     usage: str
-    reclaimable: str  # an entry of memory.stat
+    reclaimable: tuple[str, str]  # entries of memory.stat
 
 
-_VERSION_1 = _ControlGroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = _ControlGroupFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
+_VERSION_2 = _ControlGroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def control_group_room(root: Path = Path("/")) -> int | None:
@@ -200,7 +202,8 @@ def control_group_room(root: Path = Path("/")) -> int | None:
 def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
     """Return a group's limit minus its usage, at least 0; None if the group has no limit or cannot be read.
 
-    Reclaimable file pages do not count as used.
+    File pages do not count as used: the kernel drops them before an allocation fails. After a checkpoint was read
+    twice, its pages are active ones.
     """
     try:
         limit = (group / files.limit).read_text().strip()
@@ -210,8 +213,9 @@ def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:
         return None
     if limit == "max":
         return None
-    reclaimable = dict(line.split() for line in stat.splitlines()).get(files.reclaimable, "0")
-    return max(0, int(limit) - usage + int(reclaimable))
+    entries = dict(line.split() for line in stat.splitlines())
+    reclaimable = sum(int(entries.get(name, 0)) for name in files.reclaimable)
+    return max(0, int(limit) - usage + reclaimable)
 
 
 def format_bytes(count: int) -> str:

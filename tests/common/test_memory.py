@@ -181,19 +181,19 @@ def make_tree(root: Path, cgroup: str, files: dict[str, str]) -> Path:
     return root
 
 
-def version_2(group: str, limit: str, usage: int, reclaimable: int = 0) -> dict[str, str]:
+def version_2(group: str, limit: str, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
     return {
         f"{group}memory.max": limit,
         f"{group}memory.current": str(usage),
-        f"{group}memory.stat": f"anon 5\ninactive_file {reclaimable}\nactive_file 7",
+        f"{group}memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file {active}",
     }
 
 
-def version_1(group: str, limit: int, usage: int, reclaimable: int = 0) -> dict[str, str]:
+def version_1(group: str, limit: int, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
     return {
         f"memory/{group}memory.limit_in_bytes": str(limit),
         f"memory/{group}memory.usage_in_bytes": str(usage),
-        f"memory/{group}memory.stat": f"inactive_file 1\ntotal_inactive_file {reclaimable}",
+        f"memory/{group}memory.stat": f"active_file 1\ntotal_inactive_file {inactive}\ntotal_active_file {active}",
     }
 
 
@@ -204,6 +204,7 @@ ONE, BOX = "0::/\n", "0::/pod/box\n"
 GROUPS: dict[str, tuple[str, dict[str, str], int | None]] = {
     "v2, a container's own root": (ONE, version_2("", "1000", 300, 50), 750),
     "v2, a group": (BOX, version_2("pod/box/", "1000", 300), 700),
+    "v2, a file was read twice": (ONE, version_2("", "1000", 300, 50, 200), 950),
     "v2, the limit is further out": (
         BOX,
         version_2("pod/box/", "max", 300) | version_2("pod/", "900", 400),
@@ -218,6 +219,7 @@ GROUPS: dict[str, tuple[str, dict[str, str], int | None]] = {
     "v2, over the limit": (ONE, version_2("", "1000", 1200), 0),
     "v2, moved out of its namespace": ("0::/../box\n", version_2("", "1000", 300), 700),
     "v1, a group": (V1_LINES, version_1("pod/box/", 1000, 300, 50), 750),
+    "v1, a file was read twice": (V1_LINES, version_1("pod/box/", 1000, 300, 50, 200), 950),
     "v1, a container shown the host's path": (V1_LINES, version_1("", 1000, 300), 700),
     "v1, the outer one is tighter": (
         V1_LINES,
