@@ -64,6 +64,24 @@ def test_log_probabilities_of_an_echo(server: ServerProcess, count: int) -> None
     assert joined == found["token_logprobs"]
 
 
+@pytest.mark.parametrize("form", ["text", "ids", "ids with special tokens"])
+def test_offsets_in_an_echo_with_special_tokens(server: ServerProcess, form: str) -> None:
+    """Each token stands at its offset; one that the text is without (BOS, before a text) takes no room."""
+    tokenizer = open_checkpoint("zoo:llama-tiny").tokenizer()
+    text = "<|start_header_id|>user<|end_header_id|>\n\nthe 🦊 ran<|eot_id|>"
+    prompt = text if form == "text" else tokenizer.encode(text)
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 2, "skip_special_tokens": form == "ids"}
+    choice = server.complete(prompt=prompt, **fields)["choices"][0]
+    found, specials = choice["logprobs"], set(map(tokenizer.spelled, tokenizer.special_ids))
+    assert sum(token in specials for token in found["tokens"]) >= 4
+    for number, (token, at) in enumerate(zip(found["tokens"], found["text_offset"], strict=True)):
+        left_out = token in specials if form == "ids" else form == "text" and number == 0
+        if left_out:
+            assert found["text_offset"][number + 1] == at
+        elif not token.startswith("bytes:"):
+            assert choice["text"].startswith(token, at)
+
+
 def test_prompt_logprobs_equal_logprobs_of_sampling(server: ServerProcess) -> None:
     """Tokens of an answer, sent as a prompt, have the log-probabilities that they had when they were sampled."""
     fields = {"max_tokens": 20, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}

@@ -74,15 +74,19 @@ def _no_tokens() -> Logprobs:
 def _echoed(tokenizer: Tokenizer, prompt: Prompt, count: int) -> Logprobs:
     """Return the log-probabilities of an echoed prompt's tokens, with at most `count` top tokens each."""
     columns = _no_tokens()
-    pieces = IncrementalDetokenizer(tokenizer, ())
+    pieces = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
     # The engine reports more top tokens if another field of the request asks for more.
     known = [None, *(TokenLogprobs(each.logprob, each.top[:count]) for each in prompt.scores or ())]
     known += [None] * (len(prompt.token_ids) - len(known))  # the prompt could not be scored
     at, first = 0, True
     for token_id, logprobs in zip(prompt.token_ids, known, strict=True):
         _add_token(columns, tokenizer, token_id, logprobs, min(at, len(prompt.echo)), first)
+        if token_id in tokenizer.special_ids and not prompt.echo.startswith(
+            tokenizer.token_text(token_id), at
+        ):
+            continue  # the text is without it: the tokenizer added it, or it was left out
         at += len(pieces.add(token_id))
-        first = first and token_id in tokenizer.special_ids
+        first = False
     return columns
 
 
