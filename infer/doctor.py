@@ -15,7 +15,6 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -67,7 +66,7 @@ class Finding:
 
     def __str__(self) -> str:
         first = f"{self.mark} {self.name:<10} "
-        text = self.text.replace(str(Path.home()), "~")
+        text = self.text.replace(os.path.expanduser("~"), "~")
         return textwrap.fill(
             text, 110, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
         )
@@ -253,7 +252,10 @@ def memory() -> str:
 
 def cache() -> Finding:
     """Report the folder that keeps built kernels and fetched models."""
-    folder = default_cache()
+    try:
+        folder = default_cache()
+    except FileNotFoundError as error:
+        return Finding("cache", str(error), "~")
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Finding(

@@ -123,7 +123,10 @@ def is_fetched(model: Fetchable) -> bool:
 
     Its SHA-256 was checked before it was moved to its place.
     """
-    return model.path.is_file() and model.path.stat().st_size == model.size
+    try:
+        return model.path.stat().st_size == model.size
+    except OSError:
+        return False
 
 
 def fetch(name: str) -> Path:

@@ -97,7 +97,7 @@ def require_native_kernels(cache: Path | None = None) -> None:
     """Load the native kernels, and build them first if needed. NativeKernelsError: that failed."""
     global _loaded
     if not _loaded:
-        _load(cache or default_cache())
+        _load(cache)
         _register_shapes()
         _loaded = True
 
@@ -123,17 +123,18 @@ def _register_shapes() -> None:
     fake("infer::attention")(lambda q, *_: q.new_empty(q.shape))
 
 
-def _load(cache: Path) -> None:
+def _load(cache: Path | None) -> None:
     compiler = find_compiler()
-    folder = cache / key_of_this_machine()
-    library = folder / f"{_NAME}.so"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Servers that start together build once. The lock is released when its process ends in any way.
-        with FileLock(folder / "lock"):
-            if not _is_whole(library):
-                _build(compiler, library)
-            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch's own
+        folder = (cache or default_cache()) / key_of_this_machine()
+        library = folder / f"{_NAME}.so"
+        if not _is_whole(library):  # a built library may be in a folder that this user cannot write
+            folder.mkdir(parents=True, exist_ok=True)
+            # Servers that start together build once. The lock is released when its process ends in any way.
+            with FileLock(folder / "lock"):
+                if not _is_whole(library):
+                    _build(compiler, library)
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch's own
         if (copies := count_libgomps()) > 1:
             logger.warning("%d copies of libgomp in one process: every pass takes longer", copies)
     except OSError as error:

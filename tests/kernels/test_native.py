@@ -335,6 +335,11 @@ def test_built_once_and_then_only_loaded(workshop: Workshop) -> None:
     assert first[-1] == "native 1"
     assert workshop.load() == ["native 1"]
     assert workshop.builds == 1
+    # As in a cache that this user cannot write: the lock's file cannot be opened.
+    lock = workshop.library.with_name("lock")
+    lock.unlink()
+    lock.mkdir()
+    assert workshop.load() == ["native 1"]
     flags = workshop.calls.read_text()
     assert "-fopenmp" in flags
     assert "fast-math" not in flags
@@ -368,18 +373,26 @@ def test_a_library_that_is_not_whole_is_built_again(cut_off: bool, workshop: Wor
 
 @pytest.mark.usefixtures("torch_kernels")
 @pytest.mark.parametrize(
-    ("compiler", "reason"), [("", "no C++ compiler"), ("/nonexistent/c++", "does not run")]
+    ("compiler", "has_home", "reason"),
+    [
+        ("", True, "no C++ compiler"),
+        ("/nonexistent/c++", True, "does not run"),
+        ("/bin/true", False, "no home"),
+    ],
 )
-def test_without_a_compiler_torch_computes(
+def test_without_a_compiler_or_a_folder_torch_computes(
     compiler: str,
+    has_home: bool,
     reason: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert not native.load_native_kernels(tmp_path)
+    if not has_home:  # as for a container's user without an entry in /etc/passwd
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert not native.load_native_kernels()
     (line,) = caplog.messages
     assert line.startswith("no native CPU kernels, torch computes instead (slower): ")
     assert reason in line
