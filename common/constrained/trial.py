@@ -10,7 +10,7 @@ stdin    a JSON line with the arguments of the tokenizer, then one for each gram
 stdout   a JSON line for each grammar: null if it may be used, or why it is refused
 ```
 
-Run as a script, so it must not import modules of this package.
+Run as a script, so it must not import modules of this package but `gbnf`, which lies beside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import gbnf_to_lark
+
+if __package__:
+    from common.constrained.gbnf import to_lark
+else:
+    sys.path.append(os.path.dirname(__file__))
+    from gbnf import to_lark  # type: ignore[import-not-found, no-redef]
 
 #: Seconds of processor time for the trial of one grammar, random answers included. A schema of 64 kB takes 0.1 s.
 TIME_LIMIT_S = 1.0
@@ -154,7 +159,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
     elif kind == "choice":  # one terminal for all: with one for each, some hundred texts fill a row
         source = llguidance.grammar_from("regex", "|".join(map(re.escape, json.loads(text))))
     elif kind == "gbnf":
-        source = llguidance.LLMatcher.grammar_from_lark(_lark(text))
+        source = llguidance.LLMatcher.grammar_from_lark(to_lark(text))
     else:
         source = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]  # a kind is one of its names
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits(tokenizer.vocab_size))
@@ -166,14 +171,6 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> 
     if warning := next(ignored, None):
         raise ValueError(warning.partition(", falling back")[0].replace(*ONE_OF))
     return matcher
-
-
-def _lark(text: str) -> str:
-    """Return a grammar in the notation of llama.cpp (GBNF) in that of Lark. Raises ValueError: it is malformed."""
-    try:
-        return gbnf_to_lark(text)
-    except Exception as error:  # the library raises some that are nothing more
-        raise ValueError(f"not read as GBNF: {error}") from None
 
 
 def walk(
