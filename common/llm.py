@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -100,7 +101,7 @@ class LLM:
 
         Args:
             prompts: texts or token ids, any number of prompts: those that find the engine's queue full wait here.
-                One text, or one list of token ids, is one prompt.
+                One text, or one list of token ids, is one prompt. An array or a tensor counts as a list.
             params: sampling parameters for all prompts, or one for each prompt; None: `default_params`.
             progress: draw a progress bar if stdout is a terminal.
 
@@ -176,7 +177,7 @@ class LLM:
         ]
         tokenize = self.engine.maker.tokenize
         prompts = [
-            tokenize(text, add_special_tokens=False) for text in texts
+            tokenize(str(_as_prompt(text)), add_special_tokens=False) for text in texts
         ]  # the template has written them
         completions = self.generate(prompts, params, progress=progress)
         for completion, text in zip(completions, texts, strict=True):
@@ -213,10 +214,35 @@ class LLM:
             time.sleep(max(0.0, wake - self.engine.clock()))
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts as a list, a single prompt as a list of one."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return cast(list[Prompt], [prompts] if single else list(prompts))
+def _listed(prompts: Any) -> list[Prompt]:
+    """Return prompts as a list, a single prompt as a list of one, and token ids of an array or a tensor as a list.
+
+    Raises:
+        InvalidRequestError: a prompt is neither a text nor token ids.
+    """
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [_as_prompt(prompts)]
+    prompts = prompts if isinstance(prompts, Sequence) else list(prompts)
+    single = len(prompts) > 0 and isinstance(prompts[0], Integral)
+    return [_as_prompt(each) for each in ([prompts] if single else prompts)]
+
+
+def _as_prompt(prompt: Any) -> Prompt:
+    """Return a text as it is, and token ids as integers of Python. InvalidRequestError: `prompt` is neither."""
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the prompt is no text: {error}") from None
+        return prompt
+    are_ids = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if not are_ids or any(isinstance(each, bool) or not isinstance(each, Integral) for each in prompt):
+        raise InvalidRequestError(
+            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {prompt!r:.80}"
+        )
+    return prompt if all(type(each) is int for each in prompt) else [int(each) for each in prompt]
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
@@ -230,6 +256,9 @@ def _checked(conversation: Conversation) -> Conversation:
     if not conversation:
         raise InvalidRequestError("a conversation needs a message", param="messages")
     for number, message in enumerate(conversation):
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise InvalidRequestError(f"messages[{number}] must be a message, not {kind}", param="messages")
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 raise InvalidRequestError(f"messages[{number}]: its {name} must be a text", param="messages")

@@ -9,10 +9,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from common.engine.reference import generate
 from common.errors import InvalidRequestError, NaNLogitsError
@@ -74,6 +77,38 @@ def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(llm: LLM)
     assert llm.engine.telemetry.counters.requests_added == 0
     with pytest.raises(ValueError, match="1 params for 2 prompts"):
         llm.generate(["a", "b"], [greedy(1)], progress=False)
+
+
+@CONTINUOUS
+@pytest.mark.parametrize(
+    "as_ids", [np.array, torch.tensor, lambda ids: [np.int64(each) for each in ids], tuple]
+)
+def test_token_ids_may_be_an_array_or_a_tensor(llm: LLM, as_ids: Callable[[list[int]], Any]) -> None:
+    for prompts in (as_ids([116, 119]), [as_ids([116, 119])], iter([as_ids([116, 119])])):
+        (answer,) = llm.generate(prompts, greedy(3), progress=False)
+        assert list(answer.prompt) == [116, 119]
+        assert answer.token_ids == continuation([116, 119], 3)
+
+
+@CONTINUOUS
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        (None, "not NoneType"),
+        (7, "not int: 7"),
+        (b"ab", "not bytes"),
+        ([1.5, 2.5], "not float: 1.5"),
+        ([True, False], r"not list: \[True, False\]"),
+        ({"prompt_token_ids": [5]}, "not dict"),
+        (["fine", {"prompt": "x"}], "not dict: {'prompt': 'x'}"),
+        ([["a", "b"]], "not list"),
+        (["a\ud83d"], "surrogates not allowed"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        llm.generate(prompts, greedy(2), progress=False)
+    assert not llm.engine.has_work
 
 
 @CONTINUOUS

@@ -44,6 +44,8 @@ def test_the_last_message_is_continued(llm: LLM) -> None:
     ("messages", "says"),
     [
         ([[]], "a conversation needs a message"),
+        ("hi", r"messages\[0\] must be a message, not str"),
+        ([{"role": "user", "content": "\ud83d"}], "surrogates not allowed"),
         ([{"role": "user"}], r"messages\[0\]: its content must be a text"),
         ([*OTHER, {"content": "x"}], r"messages\[1\]: its role must be a text"),
         ([{"role": "user", "content": "fox " * 3000}], "prompt is too long"),
