@@ -25,7 +25,7 @@ from benchmarks.environment import cpu_name
 from common.devices.resolve import resolve_dtype
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names
-from common.server.options import ENV_PREFIX, UsageError, read_options
+from common.server.options import ENV_PREFIX, UsageError, read_options, settings_for, unknown_variables
 from common.startup.memory import format_bytes, free_memory
 from common.startup.phases import find_phase, phase_names
 from kernels import native
@@ -53,7 +53,7 @@ MIXED_BITS = 4.9
 #: The share of the free memory that is left for weights beside keys, values and activations.
 WEIGHTS_SHARE = 0.8
 
-Mark = Literal[" ", "~", "!"]  # nothing wrong, slower than need be, a server may not start
+Mark = Literal[" ", "~", "!"]  # nothing wrong, slower than need be or ignored, a server may not start
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(
         prog="infer doctor",
         description="Says what this machine can do, and what is missing. Builds the native kernels, if they are "
-        "not built yet. ~ marks what makes a server slower, ! what keeps it from starting.",
+        "not built yet. ~ marks what makes a server slower or is ignored, ! what keeps it from starting.",
     ).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     marks = set()
@@ -198,7 +198,9 @@ def options() -> tuple[bool, Finding]:
         f"{name}={os.environ[name]}" if name.removeprefix(ENV_PREFIX).lower() in fields else name
         for name in names
     )
-    return config.native_kernels, Finding("options", f"in the environment: {', '.join(shown) or 'none'}")
+    ignored = unknown_variables(settings_for(package))
+    text = "; ".join([f"in the environment: {', '.join(shown) or 'none'}", *ignored])
+    return config.native_kernels, Finding("options", text, "~" if ignored else " ")
 
 
 def native_kernels(*, wanted: bool) -> Finding:

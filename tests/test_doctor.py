@@ -40,8 +40,11 @@ def test_without_a_compiler_and_a_cache_folder(tmp_path: Path) -> None:
 
 
 def test_options_in_the_environment_are_read_and_keys_are_not_shown() -> None:
-    lines = screen(0, INFER_NATIVE_KERNELS="false", INFER_API_KEY="hunter2")
-    assert lines["options"] == "  in the environment: INFER_API_KEY, INFER_NATIVE_KERNELS=false"
+    lines = screen(0, INFER_NATIVE_KERNELS="false", INFER_API_KEY="hunter2", INFER_HOSTS="0.0.0.0")
+    assert lines["options"] == (
+        "~ in the environment: INFER_API_KEY, INFER_HOSTS, INFER_NATIVE_KERNELS=false; "
+        "INFER_HOSTS is ignored, since it is no option here: did you mean INFER_HOST?"
+    )
     assert lines["kernels"].startswith("~ torch computes")
     assert lines["kernels"].endswith("INFER_NATIVE_KERNELS switches the native kernels off")
     assert "hunter2" not in " ".join(lines.values())

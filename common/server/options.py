@@ -36,7 +36,7 @@ from common.version import project_version
 
 
 def _split(value: Any) -> Any:
-    return value.split(",") if isinstance(value, str) else value
+    return [each.strip() for each in value.split(",")] if isinstance(value, str) else value
 
 
 #: Type of an option with several texts. The flag is repeated or has several values, or one value has commas, as in
@@ -163,6 +163,12 @@ class ServerOptions(CommonOptions):
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "INFER_"
+#: Variables that are no options: those of the project's tests and benchmarks, and those that Kubernetes sets beside
+#: a service named `infer` or `infer-...`.
+_OTHER_VARIABLES = re.compile(
+    ENV_PREFIX
+    + r"(INTERPRET_TRITON|CLIENTS|TEST_MODELS|LLAMA_CPP|CHECKOUT|(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_|PORT$).*)"
+)
 NONE = "none"  # text that a user writes for an option without a value
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
@@ -207,6 +213,8 @@ def read_settings(settings_class: type[BaseSettings], argv: Sequence[str]) -> Ba
     If the flags ask for the help or the version, this prints it and exits.
     """
     ignore_kubernetes_port()
+    for said in unknown_variables(settings_class):
+        logger.warning(said)
     parser = Parser(settings_class)
     flags = CliSettingsSource[Parser](
         settings_class, root_parser=parser, add_argument_method=Parser.add_argument
@@ -255,6 +263,19 @@ def ignore_kubernetes_port() -> None:
     if "://" in os.environ.get(name, ""):
         address = os.environ.pop(name)
         logger.warning("%s=%s is ignored: Kubernetes sets it for a service of this name", name, address)
+
+
+def unknown_variables(settings_class: type[BaseSettings]) -> list[str]:
+    """Return a line for each environment variable that begins as an option does and is none."""
+    known = [ENV_PREFIX + field.upper() for field in settings_class.model_fields]
+    lines = []
+    for name in sorted(os.environ):
+        given = name.upper()  # as pydantic reads names
+        if given.startswith(ENV_PREFIX) and given not in known and not _OTHER_VARIABLES.match(given):
+            close = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+            hint = f": did you mean {close[0]}?" if close else ""
+            lines.append(f"{name} is ignored, since it is no option here{hint}")
+    return lines
 
 
 def joined_values(argv: Sequence[str], settings_class: type[BaseSettings]) -> list[str]:

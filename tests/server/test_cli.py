@@ -184,9 +184,30 @@ def test_service_variables_of_kubernetes_are_ignored(
         monkeypatch.setenv(f"INFER_PORT{name}", value)
     monkeypatch.setenv("INFER_SERVICE_HOST", "10.0.0.1")
     assert read_options(package, [])[0].port == package.PHASE.default_port
-    assert "INFER_PORT=tcp://10.0.0.1:80 is ignored" in caplog.text
+    (line,) = caplog.messages
+    assert line.startswith("INFER_PORT=tcp://10.0.0.1:80 is ignored")
     monkeypatch.setenv("INFER_PORT", "8123")
     assert read_options(package, [])[0].port == 8123
+
+
+def test_a_misspelt_variable_is_named(
+    phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a server that should have keys is open."""
+    monkeypatch.setenv("INFER_API_KEYS", "secret")
+    monkeypatch.setenv("INFER_CLIENTS", "/tmp")
+    assert read_options(find_phase(phase), [])[0].api_key == []
+    assert caplog.messages == [
+        "INFER_API_KEYS is ignored, since it is no option here: did you mean INFER_API_KEY?"
+    ]
+
+
+def test_spaces_around_keys_are_no_part_of_them(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_API_KEY", "old, new\n")  # a file's last line has an end
+    assert read_options(find_phase(phase), [])[0].api_key == ["old", "new"]
+    monkeypatch.setenv("INFER_API_KEY", "old, ")
+    with pytest.raises(UsageError, match="at least one character"):
+        read_options(find_phase(phase), [])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +216,7 @@ def test_service_variables_of_kubernetes_are_ignored(
         ["--served-model-name", "a", "b", "--port", "5"],
         ["--port", "5", "--served-model-name=a", "b"],
         ["--served-model-name", "a", "--port", "5", "--served-model-name", "b"],
-        ["--served-model-name", "a,b", "--port", "5"],
+        ["--served-model-name", "a, b", "--port", "5"],
     ],
 )
 def test_an_option_may_have_several_values(phase: str, argv: list[str]) -> None:
