@@ -200,7 +200,7 @@ def _free_alternatives(schema: dict[str, Any], root: Mapping[str, Any]) -> None:
     followed = [_followed(each, root) for each in given]
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     if isinstance(name, str) and _exclusive(_tags(each, name, root) for each in given):
-        given = [each | {"required": [*dict.fromkeys([*_required(each), name])]} for each in given]
+        given = [_requiring(each, name) for each in given]
     elif not (
         _exclusive(map(_types, followed))
         or _exclusive(map(_values, followed))
@@ -226,6 +226,13 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
                 schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
             )
     return None
+
+
+def _requiring(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a schema whose `_tags` are known, and that requires this property, too."""
+    if isinstance(schema.get("anyOf"), list):
+        return schema | {"anyOf": [_requiring(each, name) for each in schema["anyOf"]]}
+    return schema | {"required": [*dict.fromkeys([*_required(schema), name])]}
 
 
 def _required(schema: Any) -> list[str]:
@@ -266,7 +273,8 @@ def _tags(schema: Any, name: str, root: Mapping[str, Any]) -> list[tuple[bool, A
     if isinstance(schema, dict) and isinstance(schema.get("anyOf"), list):
         found = [_tags(each, name, root) for each in schema["anyOf"]]
         return None if None in found else [tag for each in found for tag in each or ()]
-    schema = _followed(schema, root)
+    if isinstance(schema, dict):  # `required` beside `$ref` excludes values and adds none
+        schema = _followed({key: value for key, value in schema.items() if key != "required"}, root)
     if _types(schema) != ["object"] or not isinstance(schema.get("properties"), dict):
         return None
     return _values(_followed(schema["properties"].get(name), root))

@@ -239,6 +239,20 @@ class Records(BaseModel):
     letters: dict[Annotated[str, Field(pattern="^[a-c]+$")], bool]
 
 
+class Vixen(BaseModel):
+    kind: Literal["fox"] = "fox"
+    cubs: Literal["some"] = "some"
+
+
+class Loner(BaseModel):
+    kind: Literal["fox"] = "fox"
+    cubs: Literal["none"] = "none"
+
+
+class Den(BaseModel):
+    pet: Annotated[Cat | Annotated[Vixen | Loner, Field(discriminator="cubs")], Field(discriminator="kind")]
+
+
 class Pets(BaseModel):
     pet: Annotated[Cat | Fox, Field(discriminator="kind")]
 
@@ -259,6 +273,7 @@ SAID_OTHERWISE: list[tuple[dict[str, Any], str, str]] = [
         '{"kinds": {"b": true}, "one": {}, "letters": {"cab": false}}',
         '{"kinds": {"c',
     ),
+    (Den.model_json_schema(), '{"pet": {"kind": "fox", "cubs": "none"}}', '{"pet": {"cubs": "none"}'),
     (Pets.model_json_schema(), '{"pet": {"kind": "vixen"}}', '{"pet": {}'),
     (
         {"type": "object", "propertyNames": {"type": "string", "title": "T"}, "additionalProperties": FLAG},
