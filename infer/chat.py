@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -160,8 +161,13 @@ class Chat:
         return figures
 
 
-def _show(text: str, file: TextIO) -> None:
-    """Print a piece of a text without the control characters that a terminal would obey."""
+def _show(text: str, file: TextIO | None) -> None:
+    """Print a piece of a text without the control characters that a terminal would obey.
+
+    `file` is None if the shell has closed it (`2>&-`).
+    """
+    if file is None:
+        return
     print(text.translate(_CONTROLS), end="", file=file, flush=True)
 
 
@@ -278,14 +284,21 @@ def main(arguments: Sequence[str]) -> int:
             model = options.model if options.url and options.model else _first_model(client)
             given = {name: value for name, value in sampling.items() if value is not None}
             chat = Chat(client, model, _as_text(options.system), **given)
-            return talk(chat) if sys.stdin.isatty() else answer(chat, _whole_input())
+            if sys.stdin is not None and sys.stdin.isatty():
+                return talk(chat)
+            return answer(chat, _whole_input())
     except StartupError as error:
         say(f"error: {error}")
         return 1
-    except BrokenPipeError:  # as with `| head`; Python would fail again when it flushes at its exit
-        for end in (sys.stdout, sys.stderr):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), end.fileno())
-        return 128 + signal.SIGPIPE
+    except OSError as error:
+        is_pipe = isinstance(error, BrokenPipeError)  # as with `| head`
+        if not is_pipe:  # a full disk, say
+            with contextlib.suppress(OSError):
+                say(f"error: {error}")
+        for end in (sys.stdout, sys.stderr):  # Python would fail again when it flushes at its exit
+            if end is not None:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), end.fileno())
+        return 128 + signal.SIGPIPE if is_pipe else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -308,7 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--phase", help="the phase that serves it (default: the last)")
     parser.add_argument("--system", help="the system prompt")
-    parser.add_argument("--temperature", type=float, help="default: the model's or the server's")
+    parser.add_argument("--temperature", type=_finite, help="default: the model's or the server's")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer (default: as many as fit)")
     parser.add_argument("--seed", type=int, help="of the random numbers")
     return parser
@@ -318,8 +331,17 @@ def _exit(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
+def _finite(text: str) -> float:
+    """Return an option's number. JSON has neither infinity nor NaN."""
+    if not math.isfinite(float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not finite")
+    return float(text)
+
+
 def _whole_input() -> str:
-    return sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+    if sys.stdin is None:  # closed by the shell (`<&-`)
+        return ""
+    return sys.stdin.buffer.read().decode("utf-8-sig", "replace").strip()
 
 
 @contextlib.contextmanager

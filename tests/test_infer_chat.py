@@ -228,10 +228,12 @@ def piped(text: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
 def test_a_pipe_is_one_question(server: ServerProcess) -> None:
     question = "What does a fox like to eat?\nAnd an owl?"
     options = ("--url", server.url + "/v1", "--temperature", "0", "--max-tokens", "9")
-    code, answer, log = piped(question + "\n", *options)
+    code, answer, log = piped(f"\ufeff{question}\n", *options)  # as Windows writes a file
     assert code == 0, log
     assert answer == answer_to(server, question, max_tokens=9) + "\n"
-    assert FIGURES.match(log)
+    figures = FIGURES.match(log)
+    assert figures is not None
+    assert int(figures[1]) == prompt_tokens(question)
     assert log.endswith("; cut at the most tokens allowed]\n")
 
 
@@ -253,6 +255,7 @@ def test_a_pipe_is_one_question(server: ServerProcess) -> None:
             "there is no option --port: the server that is started is for this chat only",
         ),
         ("hi", ["--url", "URL", "--model", "nobody"], 1, "error: model 'nobody' is not served"),
+        ("hi", ["--url", "URL", "--temperature", "nan"], 2, "argument --temperature: nan is not finite"),
         ("\n", ["--url", "URL"], 1, "error: there is no question in the input"),
     ],
     ids=str,
@@ -317,6 +320,37 @@ def test_any_server_with_openais_api(scripted: str) -> None:
     code, answer, log = piped("hi", "--url", scripted, "--system", "x")
     assert (code, answer) == (0, "You sent 2[2J!\n\tBjörn.\n")
     assert re.fullmatch(r"He says hi\.\n\[first after [\d.]+ s\]\n", log)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "answer", "says"),
+    [
+        ("2>&-", 0, "You sent 1[2J!\n\tBjörn.\n", ""),
+        ("<&-", 1, "", "error: there is no question in the input"),
+        (">&-", 0, "", "He says hi."),
+        (">/dev/full", 1, "", "error: [Errno 28] No space left on device"),
+        ("2>/dev/full", 1, "", ""),
+    ],
+)
+def test_ends_that_are_closed_or_full(
+    redirection: str, code: int, answer: str, says: str, scripted: str
+) -> None:
+    command = [
+        "sh",
+        "-c",
+        f'exec "$@" {redirection}',
+        "sh",
+        sys.executable,
+        "-m",
+        "infer",
+        "chat",
+        "--url",
+        scripted,
+    ]
+    ended = subprocess.run(command, input="hi", capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert (ended.returncode, ended.stdout) == (code, answer)
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_an_answer_with_separators_of_lines_is_whole(scripted: str) -> None:
