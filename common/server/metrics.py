@@ -109,6 +109,7 @@ class Metrics(Collector):
             "cache_dtype": facts.dtype,
         }
         named: dict[str, object] = {"dtype": facts.dtype, "weights": facts.weight_dtype}
+        saved_s = engine.telemetry.counters.tier_saved_s
         used = latest.kv_reserved_tokens / config.kv_tokens()
         gauges: tuple[tuple[str, str, dict[str, object], float], ...] = (
             ("infer:model_info", "1; the labels say what is served", named, 1),
@@ -116,6 +117,7 @@ class Metrics(Collector):
             ("vllm:num_requests_running", "Requests that hold KV memory", {}, latest.active),
             ("vllm:num_requests_waiting", "Requests that queue", {}, waiting),
             ("vllm:num_requests_waiting_by_reason", "Requests that queue", {"reason": "capacity"}, waiting),
+            ("infer:tier_saved_seconds", "`tier_saved_s` of /telemetry; it may fall", {}, saved_s),
             ("vllm:kv_cache_usage_perc", "Share of the KV memory that is held; 1 is all of it", {}, used),
         )
         for name, text, own, value in gauges:
@@ -154,6 +156,8 @@ class Metrics(Collector):
             {(place,): count for place, count in enumerate(self._service.engine.telemetry.accepted_at)},
         )
         for field in dataclasses.fields(Counters):
+            if field.name == "tier_saved_s":  # it may fall: a gauge
+                continue
             name, text = _VLLM_COUNTERS.get(
                 field.name, (f"infer:{_with_unit(field.name)}", f"`{field.name}` of /telemetry")
             )

@@ -51,7 +51,9 @@ class Service:
         self.admission = Admission()
         self.intake = Intake(engine, self.admission, self.limits, self.dialect)
         self.live_view = LiveView(engine) if options.live_view else None
-        self.page = render_page(engine, self.model_name, live_view=options.live_view)
+        self.page = render_page(
+            engine, self.model_name, live_view=options.live_view, root_path=options.root_path
+        )
         self.recordings = Recordings(engine)
         self._step_timeout_s = options.step_timeout
 

@@ -6,11 +6,13 @@ import datetime
 import io
 import json
 import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from fastapi.testclient import TestClient
@@ -112,6 +114,16 @@ def test_a_proxy_may_take_its_prefix_away_or_leave_it(below: TestClient, prefix:
     assert_error(wrong, 400, "temperature")
     nowhere = below.post(f"{prefix}/v1/completion", headers=key)
     assert "did you mean /v1/completions" in nowhere.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("address", ["/llm/five", "/llm/five/", "/"])
+def test_the_page_calls_addresses_below_the_prefix(below: TestClient, address: str) -> None:
+    """A browser would resolve `steps` at /llm/five to /llm/steps, which may be another server's."""
+    page = below.get(address)
+    base = re.search('<base href="([^"]*)">', page.text)
+    assert base is not None
+    assert urljoin(str(page.url.join(base[1])), "steps") == "http://testserver/llm/five/steps"
+    assert "base-uri 'self'" in page.headers["content-security-policy"], "a browser obeys the element"
 
 
 def test_other_prefixes_are_not_found(below: TestClient) -> None:

@@ -16,7 +16,7 @@ from common.hosting.async_engine import AsyncEngine
 #: frame, where a user's clicks could be stolen.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; img-src data:; base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
 }
 
 #: Parts of the viewer's script, in `viewer/`. Each part uses only the parts before it.
@@ -40,7 +40,7 @@ COMPLETION = {
 }
 
 
-def render_page(engine: AsyncEngine, model_name: str, *, live_view: bool) -> str:
+def render_page(engine: AsyncEngine, model_name: str, *, live_view: bool, root_path: str = "") -> str:
     """Return the HTML of the page, for an app that serves `engine`'s model under `model_name`."""
     template = Template(_read("chat_page/page.html"))
     facts = engine.facts
@@ -67,6 +67,8 @@ def render_page(engine: AsyncEngine, model_name: str, *, live_view: bool) -> str
     page_script = [_read(f"chat_page/{part}.js") for part in PAGE_PARTS]
     return template.substitute(
         escaped,
+        # At the address /llm, a browser would look for the page's relative addresses beside /llm, not below it.
+        base=f'<base href="{html.escape(root_path)}/">' if root_path else "",
         style="\n".join((_read("chat_page/page.css"), viewer_style())),
         script="\n".join((viewer_script(), *page_script)),
     )
