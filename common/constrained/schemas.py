@@ -201,15 +201,17 @@ def _free_alternatives(schema: dict[str, Any], root: Mapping[str, Any]) -> None:
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     if isinstance(name, str) and _exclusive(_tags(each, name, root) for each in given):
         given = [_requiring(each, name) for each in given]
-    elif not (
-        _exclusive(map(_types, followed))
-        or _exclusive(map(_values, followed))
-        or any(
-            _exclusive(_tags(each, name, root) if name in _required(each) else None for each in followed)
-            for name in _required(followed[0] if followed else None)
+    else:
+        objects = [each for each in followed if _types(each) == ["object"]]
+        types = [found for found in map(_types, followed) if found != ["object"]]
+        shared = _required(objects[0]) if objects else []
+        differ = len(objects) < 2 or any(
+            _exclusive(_tags(each, name, root) if name in _required(each) else None for each in objects)
+            for name in shared
         )
-    ):
-        return
+        apart = differ and _exclusive([*types, ["object"] if objects else []])
+        if not apart and not _exclusive(map(_values, followed)):
+            return
     del schema["oneOf"]
     schema["anyOf"] = given
 
@@ -289,8 +291,12 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     A model that may add properties of its own does. llama.cpp and xgrammar read schemas in the same way.
     """
-    # Schemas that are combined must stay open: each has properties that the others do not list.
-    combined = any("allOf" in each or {"$ref", "properties"} <= each.keys() for each in objects_in(schema))
+    # Schemas that are combined must stay open: each has properties that the others do not list. What matches one
+    # alternative of `oneOf` might, if the others were closed, match these as they stand.
+    combined = any(
+        each.keys() & {"allOf", "oneOf"} or {"$ref", "properties"} <= each.keys()
+        for each in objects_in(schema)
+    )
     return _closed(dict(schema), named=not combined)
 
 

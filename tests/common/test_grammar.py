@@ -294,6 +294,11 @@ SAID_OTHERWISE: list[tuple[dict[str, Any], str, str]] = [
         '{"k": 1, "a": true}',
         '{"k": 2, "a',
     ),
+    (
+        {"oneOf": [{"const": "t", "type": "string"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], **TAGGED},
+        '{"k": 2}',
+        '{"k": 2, "a',
+    ),
     ({"type": "integer", "minimum": -(2**63), "maximum": 1e30}, "-12", '"'),
     ({"type": "array", "items": FLAG, "minItems": 1.0, "maxItems": 2.0}, "[true]", "[]"),
     ({"type": "boolean", "$schema": "https://json-schema.org/draft-07/schema#"}, "true", "1"),
@@ -379,6 +384,19 @@ REFUSED: dict[str, tuple[Grammar, *tuple[str, ...]]] = {
     ),
     "overlapping alternatives": (
         Grammar.json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}),
+        "write anyOf",
+    ),
+    "alternatives that only closing tells apart": (
+        Grammar.json_schema(
+            {
+                "oneOf": [{"$ref": "#/$defs/a", "required": ["c"]}, {"$ref": "#/$defs/b"}],
+                "discriminator": {"propertyName": "t"},
+                "$defs": {
+                    "a": {"type": "object", "properties": {"t": {"const": 1}, "c": {"const": 1}}},
+                    "b": {"type": "object", "properties": {"n": {"const": 3}}},
+                },
+            }
+        ),
         "write anyOf",
     ),
     "reference": (Grammar.json_schema({"$ref": "#/$defs/nowhere"}), "nowhere"),
