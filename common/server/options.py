@@ -138,7 +138,8 @@ class ServerOptions(CommonOptions):
     """seconds within which a client must read 48 KiB of an answer, if more is waiting for it"""
 
     uds: Path | None = None
-    """path of a Unix socket to listen on instead of an address; an old socket there is replaced"""
+    """path of a Unix socket to listen on instead of an address; an old socket there is replaced, and
+    the file PATH.lock keeps a second server away"""
     ssl_certfile: Path | None = None
     """PEM file with the certificate and its chain; with it the server speaks HTTPS"""
     ssl_keyfile: Path | None = None

@@ -7,7 +7,12 @@ import ssl
 import stat
 from pathlib import Path
 
+import pytest
+
+from common.errors import StartupError
 from common.server import run
+from common.server.http.sockets import listen
+from common.server.options import ServerOptions
 from tests.support.forked import Forked
 from tests.support.servers import ServerProcess
 
@@ -32,6 +37,22 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         server.signal()
         assert server.wait() == 0
         assert not path.exists()
+
+
+def test_a_unix_socket_has_one_server(tmp_path: Path) -> None:
+    """Also while models are loaded, when nothing listens yet."""
+    path = tmp_path / "infer.sock"
+    options = ServerOptions(uds=path)
+    with listen(options):
+        with pytest.raises(StartupError, match="another server listens there"), listen(options):
+            pass
+        assert path.is_socket(), "the first server's"
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+    assert path.is_socket(), "another program's"
+    with listen(options):
+        assert path.is_socket()
 
 
 def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:

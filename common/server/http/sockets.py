@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ SPARE_CONNECTIONS = 32
 #: Files that a server has open beside its connections: the model's, its log, the event loop's.
 OTHER_FILES = 128
 
+_IS_SERVED = "--uds {}: another server listens there: stop it or name another file"
+
 
 @contextlib.contextmanager
 def listen(options: ServerOptions) -> Iterator[socket.socket]:
     """Context manager: a socket, bound but not listening yet: clients are refused until the server is ready.
 
-    On exit, the socket is closed, and the file of a Unix socket is removed.
+    On exit, the socket is closed, and the file of a Unix socket is removed, unless it has been replaced.
 
     Raises:
         StartupError: the address cannot be used, or is in use.
@@ -36,17 +39,41 @@ def listen(options: ServerOptions) -> Iterator[socket.socket]:
             find_lost_peers(listener, options.send_timeout)
             yield listener
         return
-    with bind_unix(options.uds) as listener:
+    with lock_unix(options.uds), bind_unix(options.uds) as listener:
+        ours = options.uds.stat()
         try:
             yield listener
         finally:
-            options.uds.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if os.path.samestat(ours, options.uds.lstat()):
+                    options.uds.unlink()
+
+
+@contextlib.contextmanager
+def lock_unix(path: Path) -> Iterator[None]:
+    """Context manager: this process alone may bind a Unix socket's file. Raises StartupError.
+
+    While servers load their models, nothing listens at their sockets yet, so only a lock keeps two of them apart.
+    Its file stays.
+    """
+    import fcntl  # missing on Windows, as Unix sockets are
+
+    try:
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise StartupError(f"--uds {path}: {error.strerror}") from None
+    with os.fdopen(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the end of the process in any way releases it
+        except OSError:
+            raise StartupError(_IS_SERVED.format(path)) from None
+        yield
 
 
 def bind_unix(path: Path) -> socket.socket:
     """Return a Unix socket bound to a file. Replaces the file of a killed server's socket. Raises StartupError."""
     if _is_served(path):
-        raise StartupError(f"--uds {path}: another server listens there: stop it or name another file")
+        raise StartupError(_IS_SERVED.format(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
