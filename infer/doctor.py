@@ -26,6 +26,7 @@ from common.devices.resolve import resolve_dtype
 from common.models.fetch import FETCHABLE, is_fetched
 from common.models.registry import zoo_names
 from common.server.options import ENV_PREFIX, UsageError, read_options, settings_for, unknown_variables
+from common.startup.control_groups import cpu_quota, limit_threads
 from common.startup.memory import format_bytes, free_memory
 from common.startup.phases import find_phase, phase_names
 from kernels import native
@@ -155,9 +156,12 @@ def unmet(extra: str = "") -> list[str]:
 
 def torch_build() -> Finding:
     """Report torch's version, its threads, and whether several copies of the library libgomp are loaded."""
+    limit_threads()
     text = f"{torch.__version__}; {torch.get_num_threads()} threads compute"
     if (number := os.environ.get("OMP_NUM_THREADS")) is not None:
         text += f" (OMP_NUM_THREADS={number})"
+    if (quota := cpu_quota()) is not None:
+        text += f", quota {quota:g} CPUs"
     if (copies := native.count_libgomps()) > 1:
         return Finding("torch", f"{text}; {copies} copies of libgomp in one process", "~")
     return Finding("torch", text)

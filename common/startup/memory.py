@@ -18,6 +18,7 @@ import torch
 from common.engine.config import EngineConfig
 from common.errors import StartupError
 from common.models.config import ModelConfig
+from common.startup.control_groups import control_groups
 from kernels.dispatch import kernels_on
 from kernels.paged_attention import SPLIT_COLUMNS
 
@@ -179,24 +180,11 @@ def control_group_room(root: Path = Path("/")) -> int | None:
         The bytes; None if there is no limit, or no group's files can be read. (Without a limit, version 1 of
         control groups writes a huge number. Then the result is huge, too.)
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    rooms: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            mount, files = root / "sys/fs/cgroup/memory", _VERSION_1
-        elif controllers == "":
-            mount, files = root / "sys/fs/cgroup", _VERSION_2
-        else:
-            continue
-        # In a container the path may be the host's, while the mount shows the container's own group as its root.
-        names = Path(path).parts[1:]
-        groups = [mount.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
-        rooms += [room for group in groups if (room := _room_in(group, files)) is not None]
-    return min(rooms, default=None)
+    rooms = [
+        _room_in(group, _VERSION_1 if version == 1 else _VERSION_2)
+        for version, group in control_groups("memory", root)
+    ]
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _room_in(group: Path, files: _ControlGroupFiles) -> int | None:

@@ -23,6 +23,7 @@ from common.errors import StartupError
 from common.models.registry import load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.sampling.draw import sample
+from common.startup.control_groups import cpu_quota, limit_threads
 from common.startup.memory import (
     SAMPLING_BYTES_PER_LOGIT,
     MemoryEstimate,
@@ -237,6 +238,31 @@ def test_the_room_control_groups_leave(name: str, tmp_path: Path) -> None:
     assert control_group_room(tmp_path) is None, "there is no /proc"
     cgroup, files, room = GROUPS[name]
     assert control_group_room(make_tree(tmp_path, cgroup, files)) == room
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota"),
+    [
+        (ONE, {"cpu.max": "400000 100000"}, 4.0),
+        (BOX, {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "250000 100000"}, 2.5),
+        (ONE, {"cpu.max": "max 100000"}, None),
+        (V1_LINES, {"cpu/pod/box/cpu.cfs_quota_us": "50000", "cpu/pod/box/cpu.cfs_period_us": "100000"}, 0.5),
+        (V1_LINES, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_a_quota_of_cpus_limits_the_threads(
+    cgroup: str, files: dict[str, str], quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu_quota(make_tree(tmp_path, cgroup, files)) == quota
+    set_threads: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(common.startup.control_groups, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
+    limit_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    limit_threads()
+    assert set_threads == {2.5: [2], 0.5: [1]}.get(quota or 0, [])
 
 
 @pytest.mark.parametrize(("allowed", "free"), [(None, 12345), (99999, 12345), (999, 999)])
