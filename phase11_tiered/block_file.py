@@ -98,7 +98,11 @@ class BlockFile:
         """Remove all blocks. Raises OSError: the disk is full."""
         os.ftruncate(self._file, 0)
         try:
-            os.posix_fallocate(self._file, 0, self._offset(self.places))
+            size = self._offset(self.places)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, size)
+            else:  # on macOS a full disk is then noticed at a write
+                os.ftruncate(self._file, size)
         except OSError:
             os.ftruncate(self._file, 0)  # a file that is not used must not fill the disk
             raise
