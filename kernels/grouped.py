@@ -318,9 +318,14 @@ def grouped_rows(rows: Tensor, panels: Tensor, layout: Layout, dtype: torch.dtyp
     if has_native_products(panels, dtype):
         out: Tensor = torch.ops.infer.grouped_rows(rows, panels, layout.table, layout.inputs, dtype)
         return out
-    own = panels.view(-1, layout.forms[0].num_bytes(OUTPUTS, layout.inputs))[rows // OUTPUTS]
-    weights = unpack(own, layout.forms[0], layout.inputs).view(len(rows), OUTPUTS, layout.inputs)
-    return weights[torch.arange(len(rows)), rows % OUTPUTS].to(dtype)
+    form, inputs = layout.forms[0], layout.inputs
+    all_panels = panels.view(-1, form.num_bytes(OUTPUTS, inputs))
+    found = torch.empty(len(rows), inputs, dtype=dtype, device=panels.device)
+    step = max(1, BLOCK_WEIGHTS // (OUTPUTS * inputs))  # each row's whole panel is unpacked
+    for some, target in zip(rows.split(step), found.split(step), strict=True):
+        weights = unpack(all_panels[some // OUTPUTS], form, inputs).view(len(some), OUTPUTS, inputs)
+        target.copy_(weights[torch.arange(len(some)), some % OUTPUTS])
+    return found
 
 
 def _weights(panels: Tensor, layout: Layout) -> Iterator[Tensor]:

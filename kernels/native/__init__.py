@@ -13,10 +13,11 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -138,14 +139,15 @@ def _load(cache: Path | None) -> None:
         if (copies := count_libgomps()) > 1:
             logger.warning("%d copies of libgomp in one process: every pass takes longer", copies)
     except OSError as error:
-        raise NativeKernelsError(str(error).splitlines()[0]) from None
+        reason = error.__cause__ or error  # of a library that cannot be loaded, torch only says that much
+        raise NativeKernelsError(str(reason).splitlines()[0]) from None
 
 
-def find_compiler() -> str:
-    """Return `$CXX`, or the C++ compiler on the path. NativeKernelsError: there is none."""
-    compiler = os.environ.get("CXX") or shutil.which("c++")
-    if compiler is None:
-        raise NativeKernelsError("there is no C++ compiler here; install g++ or clang++")
+def find_compiler() -> list[str]:
+    """Return the words of `$CXX`, or the C++ compiler on the path. NativeKernelsError: there is none."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or ""]
+    if compiler == [""]:
+        raise NativeKernelsError("there is no C++ compiler here; install g++")
     return compiler
 
 
@@ -153,7 +155,7 @@ def key_of_this_machine() -> str:
     """Return a hash of everything the library depends on: sources, flags, torch, compiler and processor."""
     parts = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
     parts += [flag.encode() for flag in FLAGS]
-    parts += [torch.__version__.encode(), _output(find_compiler(), "--version"), _processor()]
+    parts += [torch.__version__.encode(), _output(*find_compiler(), "--version"), _processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -169,7 +171,7 @@ def _processor() -> bytes:
 
 def compiler_version() -> str:
     """Return the first line of the C++ compiler's `--version`. NativeKernelsError: there is none, or it fails."""
-    return _output(find_compiler(), "--version").decode(errors="replace").partition("\n")[0]
+    return _output(*find_compiler(), "--version").decode(errors="replace").partition("\n")[0]
 
 
 def _output(*command: str) -> bytes:
@@ -195,7 +197,7 @@ def _is_whole(library: Path) -> bool:
         return False
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(compiler: list[str], library: Path) -> None:
     """Compile the sources, then move the complete library to its place."""
     from torch.utils import cpp_extension  # here, since it imports setuptools, which takes time
 
@@ -203,14 +205,21 @@ def _build(compiler: str, library: Path) -> None:
     started = time.perf_counter()
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     objects = [library.with_name(f"{source.stem}.o") for source in SOURCES]
-    _run_all(
-        [compiler, "-std=c++20", "-fPIC", *FLAGS, *includes, "-c", str(source), "-o", str(target)]
+    commands = [
+        [*compiler, "-std=c++20", "-fPIC", *FLAGS, *includes, "-c", str(source), "-o", str(target)]
         for source, target in zip(SOURCES, objects, strict=True)
-    )
+    ]
+    at_once = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)  # as torch's own builder
+    try:
+        _run_all(commands, at_once)
+    except NativeKernelsError as error:
+        if "Killed" not in str(error):
+            raise
+        _run_all(commands, 1)  # each takes 0.7 GB, and several were too much
     unfinished = library.with_suffix(".unfinished")
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-lc10", "-ltorch_cpu"]
-    _run_all([[compiler, "-shared", *map(str, objects), *folders, *libraries, "-o", str(unfinished)]])
+    _run_all([[*compiler, "-shared", *map(str, objects), *folders, *libraries, "-o", str(unfinished)]], 1)
     _checksum(library).write_text(hashlib.sha256(unfinished.read_bytes()).hexdigest())
     unfinished.replace(library)
     for path in objects:
@@ -218,18 +227,14 @@ def _build(compiler: str, library: Path) -> None:
     logger.info("built native CPU kernels in %.0f s: %s", time.perf_counter() - started, library)
 
 
-def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run commands in parallel. NativeKernelsError: a command failed; the message has its first error line."""
-    running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    complaints = [process.communicate()[1] for process in running]
-    for process, complaint in zip(running, complaints, strict=True):
+def _run_all(commands: list[list[str]], at_once: int) -> None:
+    """Run commands, so many at once. NativeKernelsError: a command failed; the message has its first error line."""
+    with ThreadPoolExecutor(max(1, at_once)) as pool:
+        ended = list(pool.map(functools.partial(subprocess.run, capture_output=True, text=True), commands))
+    for process in ended:
         if process.returncode != 0:
-            lines = [
-                line for line in complaint.splitlines() if "error" in line.lower()
-            ] or complaint.splitlines()
+            said = process.stderr.splitlines()
+            lines = [line for line in said if "error" in line.lower()] or said
             raise NativeKernelsError(
                 f"building them failed: {lines[0] if lines else 'the compiler says nothing'}"
             )

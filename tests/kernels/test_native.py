@@ -270,12 +270,12 @@ def test_a_long_sequence_has_the_same_bits_on_any_number_of_threads(dtype, windo
 # ---------------------------------------------------------------------- building
 
 
-def load(cache: Path, compiler: Path) -> list[str]:
+def load(cache: Path, compiler: str) -> list[str]:
     """Load the kernels. Returns the lines that were logged, and one more: what computes, and the copies of libgomp.
 
     Torch's own lines are left out: its CUDA build warns if there is a CUDA toolkit and no GPU.
     """
-    os.environ["CXX"] = str(compiler)
+    os.environ["CXX"] = compiler
     logged = logging.handlers.BufferingHandler(1000)
     logging.basicConfig(level="INFO", handlers=[logged])
     loaded = native.load_native_kernels(cache)
@@ -311,7 +311,7 @@ class Workshop:
 
     def load(self) -> list[str]:
         """Load the kernels in a process of its own (`load`)."""
-        return in_a_fork(load, self.cache, self.compiler)
+        return in_a_fork(load, self.cache, f"env STAND_IN=1 {self.compiler}")
 
     @property
     def builds(self) -> int:
@@ -343,6 +343,15 @@ def test_built_once_and_then_only_loaded(workshop: Workshop) -> None:
     flags = workshop.calls.read_text()
     assert "-fopenmp" in flags
     assert "fast-math" not in flags
+
+
+@pytest.mark.slow
+def test_where_memory_is_short_one_compiler_runs_at_a_time(workshop: Workshop) -> None:
+    alone = 'mkdir "$0.runs" || { echo "c++: fatal error: Killed signal" >&2; exit 1; }; sleep 0.1; rmdir "$0.runs"'
+    text = workshop.compiler.read_text()
+    workshop.compiler.write_text(text.replace("made=/dev/null ;;", f"made=/dev/null; {alone} ;;"))
+    assert workshop.load()[-1] == "native 1"
+    assert workshop.builds == 1
 
 
 @pytest.mark.slow
