@@ -799,7 +799,7 @@ async def delete_response(request: Request, service: Served, response_id: str) -
     return json_response(reply)
 
 
-@router.get("/v1/responses/{response_id}/input_items", **answers(InputItems, [404, 422]))
+@router.get("/v1/responses/{response_id}/input_items", **answers(InputItems, [400, 404, 422]))
 @router.get("/openai/v1/responses/{response_id}/input_items", **answers(InputItems, [400, 404]))
 async def list_input_items(
     request: Request,

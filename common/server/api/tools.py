@@ -204,7 +204,9 @@ def _arguments_text(value: Any) -> Any:
 
 
 #: The arguments of a call: the JSON text of an object. Some clients send the object itself.
-Arguments = Annotated[str, BeforeValidator(_arguments_text)]
+Arguments = Annotated[
+    str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any] | None)
+]
 
 
 class CalledFunction(Fields):
