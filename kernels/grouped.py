@@ -322,7 +322,7 @@ def grouped_rows(rows: Tensor, panels: Tensor, layout: Layout, dtype: torch.dtyp
     all_panels = panels.view(-1, form.num_bytes(OUTPUTS, inputs))
     found = torch.empty(len(rows), inputs, dtype=dtype, device=panels.device)
     step = max(1, BLOCK_WEIGHTS // (OUTPUTS * inputs))  # each row's whole panel is unpacked
-    for some, target in zip(rows.split(step), found.split(step), strict=True):
+    for some, target in zip(torch.split(rows, step), torch.split(found, step), strict=True):
         weights = unpack(all_panels[some // OUTPUTS], form, inputs).view(len(some), OUTPUTS, inputs)
         target.copy_(weights[torch.arange(len(some)), some % OUTPUTS])
     return found
