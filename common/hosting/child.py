@@ -70,7 +70,6 @@ from common.hosting.messages import (
 from common.hosting.process import IGNORED_SIGNALS
 from common.observing.frames import Frame
 from common.request import Request, StepOutput
-from common.startup.control_groups import limit_threads
 from common.startup.process_memory import freeze_objects
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,6 @@ def serve(connection: Connection, make_engine: Callable[[], Engine], prepare: Ca
     code = 0
     try:
         prepare()
-        limit_threads()
         with contextlib.suppress(EOFError, ConnectionError):
             engine = _build(connection, make_engine)
             if engine is not None:

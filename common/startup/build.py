@@ -30,6 +30,7 @@ from common.models.layers import CausalLM, TokenBatch
 from common.models.registry import default_params, load_model, open_checkpoint, weight_bytes
 from common.request import Request, SamplingParams
 from common.sampling.draw import sample
+from common.startup.control_groups import limit_threads
 from common.startup.memory import check_memory
 from common.startup.sizing import log_sizes, sized_for, with_context
 from common.startup.warm_up import warm_up
@@ -79,6 +80,7 @@ class EngineBuilder(Generic[ConfigT]):
             StartupError: the model cannot be loaded, an option does not fit the model or the device, or memory is
                 short.
         """
+        limit_threads()
         engine = call_apart(functools.partial(self._build, config, model, tokenizer, clock))
         warm_up(engine.runner, engine.scheduler)
         return engine

@@ -62,8 +62,7 @@ def limit_threads() -> None:
 
     With more, the kernel stops all threads for the rest of each period, in the middle of a pass.
     """
-    quota = cpu_quota()
-    if quota is None or "OMP_NUM_THREADS" in os.environ:
+    if "OMP_NUM_THREADS" in os.environ or (quota := cpu_quota()) is None:
         return
     threads = max(1, int(quota))
     if threads < torch.get_num_threads():
