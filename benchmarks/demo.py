@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.__main__ import exit_code, exit_on_sigterm
 from benchmarks.client import AnswerReader, Endpoint, new_record, send
 from benchmarks.compare import Comparison, compare
-from benchmarks.events import EventParser
+from benchmarks.events import data_of
 from benchmarks.measure import Measurement, new_comparison_name
 from benchmarks.report import summary
 from benchmarks.results import RequestRecord
@@ -131,10 +131,8 @@ def chat(phase: str, model: str, console: Console) -> None:
         httpx.stream("POST", server.url + path, json=body, timeout=120, trust_env=False) as response,
     ):
         response.raise_for_status()
-        parser = EventParser()
-        for data in (data for received in response.iter_bytes() for _, data in parser.feed(received)):
-            event = {} if data == b"[DONE]" else json.loads(data)
-            for choice in event.get("choices", ()):
+        for data in data_of(response.iter_bytes()):
+            for choice in json.loads(data).get("choices", ()):
                 text = choice["delta"].get("content") if chats else choice["text"]
                 console.print(text or "", end="", markup=False, highlight=False, soft_wrap=True)
     console.print("\n")

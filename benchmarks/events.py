@@ -1,6 +1,11 @@
-"""Server-sent events, from chunks of bytes."""
+"""Server-sent events, from chunks of bytes.
+
+httpx's `iter_lines` also ends lines at U+2028 and the like, which JSON may have.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 
 class EventParser:
@@ -26,3 +31,10 @@ class EventParser:
             elif line.startswith(b"event:"):
                 self._name = line[6:].strip()
         return events
+
+
+def data_of(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the data of each event in a stream of OpenAI's API, except for the last, `[DONE]`."""
+    parser = EventParser()
+    for chunk in chunks:
+        yield from (data for _, data in parser.feed(chunk) if data != b"[DONE]")

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TextIO
 
 import httpx
 
-from benchmarks.events import EventParser
+from benchmarks.events import data_of
 from common.errors import StartupError
 
 DEFAULT_MODEL = "zoo:llama-tiny"
@@ -180,10 +180,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of an answer's stream. Raises ChatError if the server sends anything else."""
     if response.status_code != 200:
         raise ChatError(_message_of(response.read().decode("utf-8", "replace"), response.status_code))
-    parser = EventParser()  # httpx's `iter_lines` would also end lines at U+2028 and the like
-    for event in (data for received in response.iter_bytes() for _, data in parser.feed(received)):
-        if event == b"[DONE]":
-            continue
+    for event in data_of(response.iter_bytes()):
         try:
             chunk = json.loads(event)
         except ValueError:
