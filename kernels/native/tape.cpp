@@ -289,7 +289,7 @@ struct TapePlayer : torch::CustomClassHolder {
     if (is_copy()) player_.release();  // its thread cannot be joined
   }
 
-  Player& operator*() {
+  Player& here() {
     if (is_copy()) {
       player_.release();
       player_ = std::make_unique<Player>();
@@ -337,13 +337,13 @@ TORCH_LIBRARY_FRAGMENT(infer, library) {
       .def(torch::init<>())
       .def("submit", [](const PlayerPointer& player, const TapePointer& tape, std::vector<at::Tensor> inputs,
                         int64_t after, int64_t threads) {
-        return (**player).submit(tape, std::move(inputs), after, threads);
+        return player->here().submit(tape, std::move(inputs), after, threads);
       })
-      .def("wait", [](const PlayerPointer& player, int64_t ticket) { return (**player).wait(ticket); })
-      .def("drain", [](const PlayerPointer& player) { (**player).drain(); })
-      .def("take_times", [](const PlayerPointer& player) { return (**player).take_times(); })
+      .def("wait", [](const PlayerPointer& player, int64_t ticket) { return player->here().wait(ticket); })
+      .def("drain", [](const PlayerPointer& player) { player->here().drain(); })
+      .def("take_times", [](const PlayerPointer& player) { return player->here().take_times(); })
       .def("is_done", [](const PlayerPointer& player, int64_t ticket, double within_s) {
-        return (**player).is_done(ticket, within_s);
+        return player->here().is_done(ticket, within_s);
       });
 }
 
