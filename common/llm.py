@@ -76,8 +76,8 @@ class LLM:
     in one thread: each thread that computes has its own pool of libgomp workers, and two pools on the same cores
     slow each other down.
 
-    A process that was forked while no answer was computed can use its copy of an LLM of phase 9 or later. Before
-    phase 9, it waits for ever if more than one thread computes: build the LLM in the new process.
+    A process that was forked while no answer was computed can use its copy of an LLM of phase 9 or later. With one
+    of an earlier phase it waits for ever, if more than one thread computes: build that in the new process.
 
     Raises:
         StartupError: there is no such phase or option, a value is invalid, or the model cannot be loaded.

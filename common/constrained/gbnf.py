@@ -151,6 +151,10 @@ class _Lexer:
         self._terminals: dict[str, tuple[ASTNode, int]] = {}  # each with the characters that may follow it
 
     def is_exact(self) -> bool:
+        """Return whether no terminal can be longer by a character that may also come after it.
+
+        First sets grow until nothing changes, then those of the characters that may follow: a fixed point each.
+        """
         before: object = None
         while before != (before := (dict(self._nullable), dict(self._first))):
             for rule in reversed(self._rules):  # most rules refer to later ones

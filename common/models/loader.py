@@ -89,9 +89,8 @@ def find_tensors(folder: Path, *, quantized: bool = False) -> dict[str, StoredTe
             type that is not read.
     """
     dtypes = _DTYPES | (_INTEGERS if quantized else {})
-    if (
-        folder / SINGLE_FILE
-    ).is_file():  # as transformers, whose save of one file leaves the index of earlier shards
+    # First, as in transformers: where it saves one file, it leaves the index of earlier shards.
+    if (folder / SINGLE_FILE).is_file():
         return _read_header(folder / SINGLE_FILE, dtypes)
     if (folder / INDEX_FILE).is_file():
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")

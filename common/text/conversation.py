@@ -171,7 +171,7 @@ def _with_joined(messages: Sequence[Message], accepts: Accepts) -> list[Message]
             groups[-1].append(message)
         else:
             groups.append([message])
-    shown = accepts.texts | accepts.parts
+    shown = accepts.texts | accepts.parts  # nothing, if the template fails on every trial
     is_shown = "system" in shown and (accepts.alone or len(groups) > 1)
     if groups and groups[0][0]["role"] == "system" and "user" in shown and not is_shown:
         said: list[Message] = [{"role": "user", "content": each["content"]} for each in groups.pop(0)]

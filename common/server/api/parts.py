@@ -333,7 +333,7 @@ class _JsonReader(PartsReader):
         is answer text."""
         earlier = self.calls
         before += yield from self._space(_LIST)
-        lists = before.count("[")
+        lists = before.count("[")  # as many `]` behind the calls belong to them, not to the answer's text
         while (yield from self._call(before)):
             before = yield from self._space(_SEPARATORS)
             if not self._held.startswith("{"):
