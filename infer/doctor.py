@@ -155,15 +155,13 @@ def unmet(extra: str = "") -> list[str]:
 
 
 def torch_build() -> Finding:
-    """Report torch's version, its threads, and whether several copies of the library libgomp are loaded."""
+    """Report torch's version, and its threads."""
     limit_threads()
     text = f"{torch.__version__}; {torch.get_num_threads()} threads compute"
     if (number := os.environ.get("OMP_NUM_THREADS")) is not None:
         text += f" (OMP_NUM_THREADS={number})"
     if (quota := cpu_quota()) is not None:
         text += f", quota {quota:g} CPUs"
-    if (copies := native.count_libgomps()) > 1:
-        return Finding("torch", f"{text}; {copies} copies of libgomp in one process", "~")
     return Finding("torch", text)
 
 

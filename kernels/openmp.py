@@ -1,11 +1,12 @@
 """Limits how long an idle OpenMP worker spins before it sleeps. Must be imported before torch.
 
-Threads that share an operator wait for each other at its end. GNU's OpenMP library (libgomp) lets them spin there
-for 300,000 rounds, some milliseconds, which saves waking them for the next operator. If another program needs the
-core, a spinning thread blocks the thread that it waits for, and an operator takes as long as the operating system's
-time slices. A hundred thousand rounds take a millisecond or a few. They outlast the gaps between operators, and
-most gaps between steps. With a thousand rounds, workers fell asleep within a step, and a quiet machine lost two
-fifths of its throughput.
+torch's own operators, unlike the native kernels (`kernels/native/team.h`), are shared among threads by GNU's
+OpenMP library (libgomp). Its threads wait for each other at an operator's end, and then for the next operator.
+It lets them spin for 300,000 rounds, some milliseconds, which saves waking them. If another program needs the
+core, a spinning thread blocks the thread that it waits for, and an operator takes as long as the operating
+system's time slices. Ten thousand rounds take some hundred microseconds. They outlast the gaps between the
+operators of a pass. With a thousand rounds, a quiet machine without native kernels lost a fifth of its
+throughput.
 
 libgomp reads its settings once, when torch is loaded. So this package and `common` import this module before
 anything else.
@@ -13,7 +14,7 @@ anything else.
 
 import os
 
-SPIN_ROUNDS = 100_000
+SPIN_ROUNDS = 10_000
 
 #: Environment variables by which a user sets how threads wait.
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")

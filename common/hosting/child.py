@@ -6,12 +6,13 @@ compiling     compile the grammars of requests that are still to come
 front         wait for the end of the server's process, and end this one
 ```
 
-**One thread computes.** libgomp, which runs a CPU's matrix products in parallel, keeps a pool of workers for every
-thread that has called a parallel operator. With a second pool there are more workers than cores. libgomp then puts
-them to sleep between the hundreds of parallel regions of a pass, and a decode step takes twice as long. So only one
-thread of the process calls parallel operators. In phases 4 to 8 it is the main thread. From phase 9 on it is the
-thread of the engine's stream, and the main thread makes small tensors only. The engine is built in a thread that
-ends afterwards (`common.startup.build`), and its pool of workers ends with it.
+**One thread computes.** libgomp, which divides torch's large operators among a CPU's cores, keeps a pool of
+workers for every thread that has called such an operator. With a second pool there are more workers than cores.
+libgomp then puts them to sleep between the operators of a pass, and without native kernels, which have threads
+of their own, a decode step takes twice as long. So only one thread of the process calls such operators. In
+phases 4 to 8 it is the main thread. From phase 9 on it is the thread of the engine's stream, and the main
+thread makes small tensors only. The engine is built in a thread that ends afterwards (`common.startup.build`),
+and its pool of workers ends with it.
 
 | thread | what runs there | module |
 | --- | --- | --- |

@@ -33,9 +33,6 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = (
     "-O3",
     "-march=native",
-    # Without it `at::parallel_for` is a plain loop. For compiling only, not for linking: the process has torch's
-    # libgomp, and a second one would have a second pool of workers.
-    "-fopenmp",
     # errno and the exception flags are not read, and loops that may set them are not vectorised. Not -ffast-math:
     # it makes NaN and infinity meaningless, and loading such a library changes the arithmetic of the process.
     "-fno-math-errno",
@@ -136,8 +133,6 @@ def _load(cache: Path | None) -> None:
                 if not _is_whole(library):
                     _build(compiler, library)
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch's own
-        if (copies := count_libgomps()) > 1:
-            logger.warning("%d copies of libgomp in one process: every pass takes longer", copies)
     except OSError as error:
         reason = error.__cause__ or error  # of a library that cannot be loaded, torch only says that much
         raise NativeKernelsError(str(reason).splitlines()[0]) from None
@@ -238,12 +233,3 @@ def _run_all(commands: list[list[str]], at_once: int) -> None:
             raise NativeKernelsError(
                 f"building them failed: {lines[0] if lines else 'the compiler says nothing'}"
             )
-
-
-def count_libgomps() -> int:
-    """Return the number of copies of libgomp in this process (Linux; elsewhere 1). Each has workers of its own."""
-    try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return 1
-    return len({line.split()[-1] for line in maps if "libgomp" in line})

@@ -723,7 +723,7 @@ struct Pass {
 template <typename T>
 void put(const Pass& pass, const T* from, int64_t stride, T* store) {
   const int64_t tokens = pass.offsets[pass.sequences];
-  at::parallel_for(0, tokens, 128, [&](int64_t begin, int64_t end) {
+  parallel_for(tokens, 128, [&](int64_t begin, int64_t end) {
     int64_t sequence = std::upper_bound(pass.offsets, pass.offsets + pass.sequences, begin) - pass.offsets - 1;
     for (int64_t token = begin; token < end; ++token) {
       while (token >= pass.offsets[sequence + 1]) ++sequence;
@@ -752,7 +752,7 @@ at::Tensor attention(
   auto out = at::empty(q.sizes(), q.options());
 
   // The tiles of queries of all sequences, longest first; each is a task for every KV head, or several of them.
-  const int64_t most = std::max<int64_t>(1, kRows / group), threads = at::get_num_threads();
+  const int64_t most = std::max<int64_t>(1, kRows / group), threads = threads_here();
   struct Tile {
     int64_t sequence, first, queries, columns;  // columns: tiles of 256 that its queries see
     int64_t work() const { return queries * columns; }
@@ -812,7 +812,7 @@ at::Tensor attention(
       return Range{first, std::min(all.last, first + piece.count * kColumns)};
     };
     std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min<int64_t>(threads, pieces.size()), 1, [&](int64_t, int64_t) {
+    parallel_for(std::min<int64_t>(threads, pieces.size()), 1, [&](int64_t, int64_t) {
       Scratch<T>& scratch = scratch_of_this_thread<T>(size);
       for (int64_t i = next++; i < int64_t(pieces.size()); i = next++) {
         if constexpr (kHasLoops<T>) {

@@ -9,7 +9,7 @@ void activate(const at::Tensor& gate_up, at::Tensor& out) {
   const int64_t rows = out.size(0), size = out.size(1), stride = gate_up.stride(0);
   const T* from = gate_up.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
-  at::parallel_for(0, rows, rows_per_task(4 * size), [&](int64_t begin, int64_t end) {
+  parallel_for(rows, rows_per_task(4 * size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T *gates = from + row * stride, *ups = gates + size;
       T* result = to + row * size;

@@ -132,7 +132,7 @@ void multiply_all(
   // Chunks of nearly equal size: threads take equal shares of tasks, and the last chunk must not be a small one.
   const int64_t chunks = at::divup(count, kRowsAtOnce / By::kRows * By::kRows);
   const int64_t at_once = chunks ? at::divup(at::divup(count, chunks), By::kRows) * By::kRows : 0;
-  at::parallel_for(0, chunks * sets, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(chunks * sets, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[2 * kRowsAtOnce * kOutputs];
     By by;
     for (int64_t task = begin; task < end; ++task) {
@@ -195,7 +195,7 @@ void read_fields(const at::Tensor& stored, at::IntArrayRef fields, at::Tensor& v
   const int64_t size = stored.size(2), count = stored.size(0) * stored.size(1), inputs = values.numel() / count;
   const auto* from = stored.const_data_ptr<uint8_t>();
   auto* to = values.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, count, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
+  parallel_for(count, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
     std::memset(to + begin * inputs, 0, (end - begin) * inputs);
     for (int64_t block = begin; block < end; ++block) {
       int64_t place = 0;
@@ -235,7 +235,7 @@ void pack_words(const at::Tensor& values, at::Tensor& words) {
   const int64_t inputs = values.size(1), bits = words.size(4), blocks = words.size(2);
   const auto* from = static_cast<const uint8_t*>(values.const_data_ptr());
   auto* to = static_cast<int32_t*>(words.mutable_data_ptr());
-  at::parallel_for(0, words.size(0), 8, [&](int64_t begin, int64_t end) {
+  parallel_for(words.size(0), 8, [&](int64_t begin, int64_t end) {
     const std::vector<uint8_t> zeros(inputs);
     for (int64_t row = begin * kOutputs; row < end * kOutputs; ++row) {
       const int64_t output = row % kOutputs;
@@ -324,7 +324,7 @@ at::Tensor grouped_rows(
   const Panel* panels = panels_of(table);
   with_product_type(out, [&](auto element) {
     using T = decltype(element);
-    at::parallel_for(0, rows.size(0), rows_per_task(inputs), [&](int64_t begin, int64_t end) {
+    parallel_for(rows.size(0), rows_per_task(inputs), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = rows.const_data_ptr<int64_t>()[i];
         TORCH_CHECK(row >= 0 && row < table.size(0) * kOutputs, "there is no row ", row);

@@ -160,7 +160,7 @@ struct Blocks {
     const int64_t held = (padded + slab - 1) / slab * slab;
     numbers.hold(held * inputs);
     sums.hold(held * blocks);
-    at::parallel_for(0, padded, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
+    parallel_for(padded, rows_per_task(inputs), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         for (int64_t block = 0; block < blocks; ++block) {
           T* to = numbers.data() + place(block, row) * kInputs;

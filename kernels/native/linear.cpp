@@ -28,7 +28,7 @@ void pack_into(const at::Tensor& weight, at::Tensor& packed) {
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = packed.size(0), group = packed.size(3);
   const auto* from = static_cast<const Bits*>(weight.const_data_ptr());
   auto* to = static_cast<Bits*>(packed.mutable_data_ptr());
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t output = 0; output < kPanel; ++output) {
         const int64_t row = panel * kPanel + output;
@@ -42,7 +42,7 @@ void pack_into(const at::Tensor& weight, at::Tensor& packed) {
 // Returns whether bfloat16 holds all numbers of a float32 matrix exactly: their lower halves are zero.
 bool fits_bfloat16(const at::Tensor& weight) {
   std::atomic<bool> fits{true};
-  at::parallel_for(0, weight.size(0), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(weight.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end && fits; ++row) {
       const auto* bits = static_cast<const uint32_t*>(weight.const_data_ptr()) + row * weight.stride(0);
       uint32_t seen = 0;
@@ -295,7 +295,7 @@ template <typename Products, bool halves, typename T, typename W, typename Finis
 void multiply_few_by(
     const T* x, int64_t stride, int64_t rows, const W* weights, int64_t panels, int64_t inputs, const Finish& finish) {
   constexpr int64_t grain = halves ? 1 : 2;
-  at::parallel_for(0, panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
+  parallel_for(panels * 2 / grain, 1, [&](int64_t first, int64_t last) {
     alignas(64) float sums[kTileRows * kPanel];
     const Products multiply(rows);
     for (int64_t half = first * grain; half < last * grain;) {
@@ -336,7 +336,7 @@ void multiply_by(const at::Tensor& x, const at::Tensor& packed, Finish finish) {
     }
   }
   // Tasks are numbered block by block, within a block panel by panel, within a panel tile by tile.
-  at::parallel_for(0, panels * tiles, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(panels * tiles, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[kTileRows * kPanel];
     thread_local Buffer<T> wide;  // kept: a new one for each product would be memory the system must clear
     int64_t in_wide = -1;         // the panel that it holds

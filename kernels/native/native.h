@@ -6,7 +6,8 @@
 // instruction (`round_all`) has a plain twin.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "team.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -18,10 +19,6 @@
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
-#endif
-
-#ifndef _OPENMP
-#error "build with -fopenmp: without it at::parallel_for is a plain loop, and says nothing"
 #endif
 
 namespace infer {

@@ -30,7 +30,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, d
       const T* from = x.const_data_ptr<T>();
       const W* scales = weight.const_data_ptr<W>();
       T* to = out.mutable_data_ptr<T>();
-      at::parallel_for(0, x.size(0) * rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
+      parallel_for(x.size(0) * rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const T* source = from + row / rows * x.stride(0) + row % rows * x.stride(1);
           normalise(source, scales, to + row * columns, columns, float(eps), float(offset));
@@ -56,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor> fused_add_rms_norm(
       const T* left = x.const_data_ptr<T>();
       const W* scales = weight.const_data_ptr<W>();
       T* to = normed.mutable_data_ptr<T>();
-      at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
+      parallel_for(rows, rows_per_task(columns), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const T* a = left + row * x.stride(0);
           const float* b = right + row * residual.stride(0);

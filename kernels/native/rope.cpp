@@ -32,7 +32,7 @@ std::tuple<at::Tensor, at::Tensor> rope(
   with_type(q, [&](auto element) {
     using T = decltype(element);
     const int64_t columns = (q.size(1) + k.size(1)) * q.size(2);
-    at::parallel_for(0, tokens, rows_per_task(columns), [&](int64_t begin, int64_t end) {
+    parallel_for(tokens, rows_per_task(columns), [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
         rotate_heads<T>(q, token, cosines + token * half, sines + token * half, q_out);
         rotate_heads<T>(k, token, cosines + token * half, sines + token * half, k_out);

@@ -14,7 +14,6 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <omp.h>
 #include <unistd.h>
 
 #include <array>
@@ -27,6 +26,8 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+extern "C" void omp_set_num_threads(int);  // of the OpenMP library that torch has loaded
 
 namespace infer {
 namespace {
