@@ -259,7 +259,7 @@ class Matcher:
         mask_s = self._wait()
         began_s = time.thread_time()
         if not self._backend.consume_token(token_id):
-            self._fail(self._backend_error())
+            self._fail(_error_of(self._backend))
         self.complete = self._backend.is_stopped()
         if self._forced and self._forced.popleft() != token_id:
             self._forced.clear()
@@ -272,18 +272,19 @@ class Matcher:
     def _fill(self) -> None:
         self._backend.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._backend.is_error():
-            raise self._backend_error()
+            raise _error_of(self._backend)
 
     def _fill_guessed(self, guesses: Sequence[int], masks: list[Mask]) -> None:
-        taken = 0
+        # A copy takes microseconds. Taking tokens back (`rollback`) fails in grammars with `max_tokens` or `stop`.
+        ahead = self._backend.deep_copy()
         for guess in guesses:
-            taken += self._backend.consume_token(guess)
-            if self._backend.is_stopped():
+            ahead.consume_token(guess)
+            if ahead.is_stopped():
                 break
             masks.append(np.zeros(self.words, dtype=np.uint32))
-            self._backend.unsafe_compute_mask_ptr(masks[-1].ctypes.data, masks[-1].nbytes)
-        if self._backend.is_error() or not self._backend.rollback(taken):
-            raise self._backend_error()
+            ahead.unsafe_compute_mask_ptr(masks[-1].ctypes.data, masks[-1].nbytes)
+        if ahead.is_error():
+            raise _error_of(ahead)
 
     def _wait(self) -> float:
         """Block until the mask is computed. Returns its processor time in seconds; 0 if no mask was started.
@@ -301,12 +302,13 @@ class Matcher:
             self._fail(error)
         return self._mask_s
 
-    def _backend_error(self) -> ValueError:
-        return ValueError((self._backend.get_error().splitlines() or ["no more is known"])[0])
-
     def _fail(self, reason: Exception) -> NoReturn:
         self._failure = f"the answer's grammar could not be followed any further: {reason}"
         raise GrammarFailedError(self._failure)
+
+
+def _error_of(backend: llguidance.LLMatcher) -> ValueError:
+    return ValueError((backend.get_error().splitlines() or ["no more is known"])[0])
 
 
 def _timed(function: Callable[[], None]) -> float:

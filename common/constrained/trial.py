@@ -221,8 +221,7 @@ def _try(tokenizer: llguidance.LLTokenizer, kind: str, text: str, verdicts: list
     try:
         matcher = compile_grammar(tokenizer, kind, text)
         for seed in range(WALKS):
-            walk(matcher, tokenizer, seed, MaskBudget(tokenizer.vocab_size))
-            matcher.reset()
+            walk(matcher.deep_copy(), tokenizer, seed, MaskBudget(tokenizer.vocab_size))
     except ValueError as error:
         verdicts.append(str(error))
     else:

@@ -41,6 +41,22 @@ FORMS: list[tuple[dict[str, Any], str]] = [
         {"structured_outputs": {"grammar": 'root ::= "x" ("y" | "z")'}, "response_format": {"type": "text"}},
         "x[yz]",
     ),
+    # guidance bounds a text so, and sends vLLM's old name of the field, too.
+    (
+        {
+            "guided_grammar": "not a grammar",
+            "structured_outputs": {
+                "grammar": '%llguidance {}\nstart: a "."\na[capture, max_tokens=4]: /[a-z]+/'
+            },
+        },
+        r"[a-z]+\.",
+    ),
+    ({"structured_outputs": {"grammar": 'start: a " end"\na[stop="."]: /(?s:.*)/'}}, ".* end"),
+    ({"guided_json": SCHEMA}, r"\{[^{}]*\}"),
+    ({"guided_choice": ["yes", "no"], "guided_decoding_backend": "xgrammar"}, "yes|no"),
+    ({"regex": "(yes|no)", "ebnf": None}, "yes|no"),
+    ({"ebnf": 'root ::= "x" ("y" | "z")'}, "x[yz]"),
+    ({"json_schema": SCHEMA, "grammar": ""}, r"\{[^{}]*\}"),
 ]
 
 

@@ -155,6 +155,8 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
             ({"choice": [""]}, "at least 1"),
         )
     ),
+    ({"regex": "a", "json_schema": {"type": "null"}}, "structured_outputs", "not 2"),
+    ({"guided_choice": "yes"}, "guided_choice", "list"),
     (
         {"response_format": SCHEMA, "structured_outputs": {"regex": "a"}},
         "structured_outputs",

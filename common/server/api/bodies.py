@@ -13,6 +13,7 @@ Its fields, and those of the objects in it:
 a field of the body's class        implemented
   in UNIMPLEMENTED                 ignoring it would change the answer: refused, except at neutral values
   in HINTS                         changes no answer: accepted with any value
+  in OTHER_FORMS                   the same as a field of `structured_outputs`
   anything else                    ignored, and named in the log and in the header x-infer-ignored;
                                    with --strict-fields, refused
 ```
@@ -142,18 +143,10 @@ _SAYS_SCHEMA = "the model chooses white space, and a schema says the rest"
 UNIMPLEMENTED: Mapping[str, Mapping[str, Unimplemented]] = {
     "all bodies": {
         "audio": Unimplemented(_WRITES_TEXT),
-        "ebnf": Unimplemented(_STRUCTURED),
         "function_call": Unimplemented(OLD_TOOLS, ("none", "auto")),
         "functions": Unimplemented(OLD_TOOLS, ([],)),
-        "grammar": Unimplemented(_STRUCTURED, ("",)),
-        "guided_choice": Unimplemented(_STRUCTURED),
-        "guided_grammar": Unimplemented(_STRUCTURED),
-        "guided_json": Unimplemented(_STRUCTURED),
-        "guided_regex": Unimplemented(_STRUCTURED),
-        "json_schema": Unimplemented(_STRUCTURED, ({},)),
         "logits_processors": Unimplemented("clients cannot send code", ([],)),
         "modalities": Unimplemented(_WRITES_TEXT, (["text"],)),
-        "regex": Unimplemented(_STRUCTURED),
         "repetition_detection": Unimplemented("frequency_penalty works against repetition"),
         "return_token_offsets": Unimplemented("logprobs has text_offset", (False,)),
         "return_tokens_as_token_ids": Unimplemented("return_token_ids has the ids", (False,)),
@@ -214,6 +207,19 @@ HINTS: Mapping[str, frozenset[str]] = {
         "stream_options": "include_obfuscation",
         "structured_outputs": "disable_fallback",
     }.items()
+}
+
+#: Other servers' fields for the form of an answer, and the fields of `structured_outputs` that they mean: those of
+#: vLLM before 0.12, of SGLang, and of llama.cpp. Bodies for text have them.
+OTHER_FORMS: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
 }
 
 #: Most names of ignored fields in one answer's header, and most characters of a name.
@@ -279,9 +285,11 @@ def note(ignored: dict[str, str], prefix: str, name: str) -> None:
 
 @functools.cache
 def _lines_for(form: type[Fields]) -> tuple[Mapping[str, Unimplemented], frozenset[str]]:
-    """Return the lines of `UNIMPLEMENTED` and the names of `HINTS` for the places that a class has."""
+    """Return the lines of `UNIMPLEMENTED` for the places that a class has, and the names of `HINTS` and
+    `OTHER_FORMS`."""
     known = {name: line for place in form.places for name, line in UNIMPLEMENTED.get(place, {}).items()}
-    return known, frozenset().union(*(HINTS.get(place, ()) for place in ("everywhere", *form.places)))
+    forms = OTHER_FORMS if "all bodies" in form.places else ()
+    return known, frozenset(forms).union(*(HINTS.get(place, ()) for place in ("everywhere", *form.places)))
 
 
 def _require_neutral(path: str, value: Any, known: Unimplemented) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag, ValidationError
 
 from common.constrained.grammar import Grammar
 from common.constrained.tool_calls import ToolUse
 from common.errors import InvalidGrammarError
 from common.request import SamplingParams
-from common.server.api.bodies import Body, Fields, Limits, OneText, by_type, check_model
+from common.server.api.bodies import OTHER_FORMS, Body, Fields, Limits, OneText, by_type, check_model
 from common.server.errors import refused
 from common.text.dialect import Dialect
 
@@ -446,6 +446,8 @@ class GenerationRequest(Body):
 
     def _check_form(self) -> None:
         """Raise ApiError (422) if fields for the form of the answer are incomplete or contradict each other."""
+        if self.structured_outputs is None:
+            self.structured_outputs = self._form_of_others()
         wanted, form = self.response_format, self.structured_outputs
         if wanted is not None:
             wanted.check()
@@ -455,3 +457,13 @@ class GenerationRequest(Body):
                     "structured_outputs", "response_format says already what answers look like; send one"
                 )
             form.check()
+
+    def _form_of_others(self) -> StructuredOutputs | None:
+        """Return what fields of `OTHER_FORMS` ask for; None: nothing. Raises ApiError (422) for a wrong type."""
+        extra = self.model_extra or {}
+        names = [name for name in OTHER_FORMS if extra.get(name) not in (None, "", {})]
+        try:
+            form = StructuredOutputs.model_validate({OTHER_FORMS[name]: extra[name] for name in names})
+        except ValidationError as error:
+            raise refused(names[0], error.errors()[0]["msg"]) from None
+        return form if names else None
