@@ -116,6 +116,7 @@ def test_ways_to_write_the_same_input(server: ServerProcess) -> None:
     for fields in (
         {"instructions": system, "input": user},
         {"instructions": system, "input": [{"role": "user", "content": [part]}]},
+        {"instructions": "", "input": MESSAGES},  # as LlamaIndex sends it
         {
             "input": [
                 MESSAGES[0],

@@ -99,6 +99,11 @@ def test_a_stored_response_is_retrieved_with_its_input_until_it_is_deleted(clien
     assert texts == [first.output_text, second.output_text, first.output_text]
     behind = client.responses.input_items.list(second.id, order="asc", after=items[2].id)
     assert (behind.data, behind.has_more) == ([], False)
+    with (
+        pytest.raises(openai.BadRequestError, match="stream: "),
+        client.responses.stream(response_id=first.id),
+    ):
+        pass
     with pytest.raises(openai.BadRequestError, match="in_0"):
         client.responses.input_items.list(second.id, after="in_0")
     client.responses.delete(first.id)

@@ -315,7 +315,7 @@ class ResponsesRequest(ConversationRequest):
 
     @cached_property
     def turns(self) -> list[ChatMessage]:
-        messages = [] if self.instructions is None else [message("system", self.instructions)]
+        messages = [message("system", self.instructions)] if self.instructions else []
         return messages + messages_of([*self._earlier, *self._items])
 
     @property
@@ -782,10 +782,17 @@ async def create_response(request: Request, service: Served, wanted: ResponsesRe
     return await generate(request, service, wanted, ResponseEvents, "resp_")
 
 
-@router.get("/v1/responses/{response_id}", **answers(ResponseObject, [404]))
-@router.get("/openai/v1/responses/{response_id}", **answers(ResponseObject, [404]))
-async def retrieve_response(request: Request, service: Served, response_id: str) -> Response:
+@router.get("/v1/responses/{response_id}", **answers(ResponseObject, [400, 404, 422]))
+@router.get("/openai/v1/responses/{response_id}", **answers(ResponseObject, [400, 404]))
+async def retrieve_response(
+    request: Request,
+    service: Served,
+    response_id: str,
+    stream: bool = Query(default=False, description="refused if true: events are not stored"),
+) -> Response:
     """Return a stored response."""
+    if stream:
+        raise refused("stream", "the events of a stored response are not kept; ask for it without a stream")
     stored = service.stored.get(owner_of(request.headers), response_id)
     return Response(stored.response, media_type="application/json")
 
