@@ -248,6 +248,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 _ELSEWHERE = {
     "/embeddings": "embeddings are not served: this server's models write text. Run an embedding model beside it, "
     "with llama.cpp's llama-server --embedding or Hugging Face's text-embeddings-inference",
+    "/batches": "batches are not served: send the requests at the same time, and they are computed together",
     "/docs": "the routes are described in /openapi.json, and the page at / has a form for chat",
     "/redoc": "the routes are described in /openapi.json, and the page at / has a form for chat",
 }
@@ -264,7 +265,7 @@ def _route_meant_by(request: Request) -> str:
             "Ollama's API is not served, OpenAI's is: POST /v1/chat/completions, POST /v1/completions and "
             "GET /v1/models"
         )
-    near = difflib.get_close_matches(shorten(path, 100), request.app.state.paths, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(shorten(path, 100), request.app.state.paths, n=1, cutoff=0.8)
     return f"did you mean {near[0]}? See /openapi.json" if near else "see /openapi.json"
 
 

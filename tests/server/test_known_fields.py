@@ -49,6 +49,10 @@ PLACES: dict[str, Place] = {
     ),
     "reasoning": (ResponsesRequest, lambda fields: RESPONSE | {"reasoning": fields}),
     "items": (ResponsesRequest, lambda fields: {"input": [{"role": "user", "content": "Hello"} | fields]}),
+    "tools of Anthropic's messages": (
+        MessagesRequest,
+        lambda fields: CHAT | {"tools": [{"name": "f", "input_schema": {}} | fields]},
+    ),
     "tools of responses": (
         ResponsesRequest,
         lambda fields: RESPONSE | {"tools": [{"type": "function", "name": "f"} | fields]},

@@ -472,6 +472,8 @@ def test_two_megabytes_of_wrong_items_cost_one_error_each(server: ServerProcess)
         ("/nowhere", "no such route; see /openapi.json"),
         ("/docs", "/openapi.json, and the page at /"),
         *((f"{prefix}/embeddings", "embeddings are not served") for prefix in PREFIXES),
+        *((f"{prefix}/batches", "batches are not served") for prefix in PREFIXES),
+        *((f"/v1/{name}", "no such route; see /openapi.json") for name in ("moderations", "conversations")),
         ("/api/tags", "Ollama's API is not served, OpenAI's is"),
         ("/api/embeddings", "embeddings are not served"),
         ("/api/chat", "POST /v1/chat/completions"),

@@ -203,6 +203,7 @@ HINTS: Mapping[str, frozenset[str]] = {
         "Anthropic's messages": "container diagnostics inference_geo speed user_profile_id workspace_id",
         "reasoning": "context generate_summary mode summary",
         "items": "caller",
+        "tools of Anthropic's messages": "allowed_callers defer_loading eager_input_streaming",
         "tools of responses": "allowed_callers async defer_loading output_schema",
         "stream_options": "include_obfuscation",
         "structured_outputs": "disable_fallback",

@@ -172,6 +172,8 @@ def _text(content: Any) -> Any:
 class CustomTool(FunctionFields):
     """A tool that the client runs."""
 
+    places: ClassVar[tuple[str, ...]] = ("tools of Anthropic's messages",)
+
     type: Literal["custom"] | None = None
     parameters: dict[str, Any] = Field(alias="input_schema")
     """a JSON Schema of an object"""
