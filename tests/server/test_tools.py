@@ -115,6 +115,14 @@ def test_a_function_of_the_allowed_ones_is_called(server: ServerProcess, wanted:
         assert (name, choice["finish_reason"]) == (wanted["function"]["name"], "tool_calls")
 
 
+def test_a_type_that_can_only_be_one_may_be_missing(server: ServerProcess) -> None:
+    """`huggingface_hub` has no field for it in its choice of a tool."""
+    tools = [{"function": each["function"]} for each in TOOLS]
+    (choice,) = ask(server, tools=tools, tool_choice={"function": FOX["function"]})["choices"]
+    ((name, _),) = calls_of(choice)
+    assert name == "find_fox"
+
+
 def test_none_tells_the_model_of_no_tools(server: ServerProcess) -> None:
     none, without = ask(server, tool_choice="none"), ask(server, tools=None)
     assert none["choices"] == without["choices"]

@@ -54,7 +54,7 @@ class FunctionFields(Fields):
 class FunctionTool(Fields):
     """A tool in the body of chat: a function that the model may call."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionFields
 
 
@@ -70,7 +70,7 @@ class Named(Fields):
 class NamedTool(Fields):
     """A tool that `tool_choice` names."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Named
 
     @property
