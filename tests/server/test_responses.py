@@ -277,6 +277,17 @@ def test_openais_values_of_include_are_taken(server: ServerProcess) -> None:
     assert (answer.status_code, answer.headers["x-infer-ignored"]) == (200, ",".join(ignored))
 
 
+def test_log_probabilities_are_those_of_chat_also_in_the_last_event(server: ServerProcess) -> None:
+    """Programs that stream, such as Inspect, read them in the whole response."""
+    fields = {"top_logprobs": 2, "include": ["message.output_text.logprobs"], "max_output_tokens": 8}
+    chat = server.ask("/v1/chat/completions", logprobs=True, top_logprobs=2, max_tokens=8).json()
+    events = stream(server, **fields)
+    pieces = [entry for event in events if event["type"] == DELTA for entry in event["logprobs"]]
+    assert pieces == chat["choices"][0]["logprobs"]["content"]
+    for answer in (events[-1]["response"], respond(server, **fields)):
+        assert answer["output"][0]["content"][0]["logprobs"] == pieces
+
+
 def test_a_streamed_call_has_openais_events(server: ServerProcess) -> None:
     fields = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     whole = respond(server, **fields)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, get_args
@@ -612,6 +613,7 @@ class ResponseEvents(ItemFormat):
         params = answer.streams[0].request.params
         self._settings = wanted.settings(params.temperature, params.top_p)
         self._logprobs: list[ChatTokenLogprobs] = []  # of tokens whose text has not come yet
+        self._sent: defaultdict[int, list[ChatTokenLogprobs]] = defaultdict(list)  # of each item's pieces
         self._num_events = 0
         self._whole: ResponseObject | None = None  # once the answer has ended
 
@@ -635,10 +637,6 @@ class ResponseEvents(ItemFormat):
     def whole(self, said: Sequence[Sequence[StepOutput]]) -> ResponseObject:
         (choice,), (outputs,) = self.answer.choices, said
         events: list[Any] = [each for output in outputs for each in self.walk(choice, output)]
-        # In a stream only the pieces have log-probabilities, since its last events repeat the text four times.
-        for each in events:
-            for entry in each.get("logprobs", ()):
-                self.items[each["output_index"]]["content"][0]["logprobs"].append(entry)
         response: ResponseObject = events[-1]["response"]
         self._wanted.keep(response)
         return response
@@ -677,6 +675,8 @@ class ResponseEvents(ItemFormat):
         kind = self.items[-1]["type"]
         logprobs, self._logprobs = self._logprobs, []
         more = {"logprobs": logprobs} if kind == "message" else {}
+        if kind == "message":
+            self._sent[len(self.items) - 1] += logprobs
         return self._event(f"response.{GROWS_BY[kind]}.delta", **self._place, delta=text, **more)
 
     def end(self, text: str, complete: bool) -> Iterator[ResponseEvent]:
@@ -712,6 +712,9 @@ class ResponseEvents(ItemFormat):
             yield from self.begin_item(TextPart(""))  # clients look for an answer
         broken_off = choice.reader is not None and choice.reader.in_call
         yield from self.end_item(complete=complete and not broken_off)
+        # Of the events that repeat a text, only the last has its log-probabilities: they are long.
+        for number, logprobs in self._sent.items():
+            self.items[number]["content"][0]["logprobs"] = logprobs
         response = self._response("completed" if complete else "incomplete")
         response["usage"] = self._usage(choice)
         if complete:
