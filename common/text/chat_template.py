@@ -162,15 +162,23 @@ class ChatTemplate:
         return [self._with_breaks(each) for each in value] if isinstance(value, list) else value
 
     def end_of_turn(self, tokens: Iterable[str]) -> str | None:
-        """Return the token that the program writes right after an answer; None if it is not one of `tokens`."""
+        """Return the token that the program writes right after an answer; None if it is not one of `tokens`.
+
+        Some programs write no token after the last answer. Then the one before the next message counts.
+        """
         answer = "\ue000an answer\ue000"
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        try:
-            text = self.render(messages, add_generation_prompt=False)
-        except InvalidRequestError:
-            return None
-        after = text.partition(answer)[2].strip()
-        return max((token for token in tokens if token and after.startswith(token)), key=len, default=None)
+        asked = {"role": "user", "content": "?"}
+        messages = [asked, {"role": "assistant", "content": answer}, asked]
+        known = set(filter(None, tokens))
+        for told in (messages[:2], messages):
+            try:
+                text = self.render(told, add_generation_prompt=False)
+            except InvalidRequestError:
+                break
+            after = text.partition(answer)[2].strip()
+            if ends := [token for token in known if after.startswith(token)]:
+                return max(ends, key=len)
+        return None
 
     def render(
         self,

@@ -155,10 +155,13 @@ def test_a_template_of_ones_own_says_where_an_answer_ends(form: str, tmp_path: P
     if form == "GGUF":
         model = save_gguf(model, tmp_path / "model.gguf", tokenizer="qwen3-tiny")
     end = AutoTokenizer.from_pretrained(zoo("qwen3-tiny")).convert_tokens_to_ids("<|im_start|>")
-    package, odd = find_phase("static"), tmp_path / "odd.jinja"
+    package, odd, between = find_phase("static"), tmp_path / "odd.jinja", tmp_path / "between.jinja"
     chatml = (Path(__file__).parent / "templates" / "chatml.jinja").read_text()
     odd.write_text(chatml.replace("<|im_end|>", "<|im_start|>"))
-    for template, is_end in ((None, False), (odd, True)):
+    between.write_text(  # as in the ChatML template among vLLM's examples
+        odd.read_text().replace("'<|im_start|>' + '\\n'", "('' if loop.last else '<|im_start|>\\n')")
+    )
+    for template, is_end in ((None, False), (odd, True), (between, True)):
         config = package.Config(model=str(model), chat_template=template, device="cpu", dtype="float32")
         assert (end in package.build_engine(config).maker.facts.eos_token_ids) == is_end
 
