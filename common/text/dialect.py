@@ -33,6 +33,10 @@ _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("llama3_json", ("parameters", "<|start_header_id|>")),
 )
 
+#: Texts of templates whose calls have another form than a sign of theirs suggests: XML between the markers of
+#: Hermes (Qwen 3 Coder, GLM), calls of FunctionGemma, `>>>name` (Functionary), and a list between markers (Apriel).
+_OTHER_FORMS = ("<function=", "<arg_key>", "<start_function_call>", ">>>all", "<tool_calls>")
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -101,8 +105,7 @@ class Dialect:
 
 def _syntax_of(source: str) -> CallSyntax | None:
     """Return the syntax in which a template asks the model to write calls; None if it is not a known syntax."""
-    # Calls in XML between the markers of Hermes, and calls of FunctionGemma.
-    if "<function=" in source or "<start_function_call>" in source:
+    if any(sign in source for sign in _OTHER_FORMS):
         return None
     return next((syntax for syntax, signs in _SIGNS if all(sign in source for sign in signs)), None)
 

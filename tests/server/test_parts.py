@@ -270,6 +270,9 @@ TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
         True,
     ),
     "qwen 3 coder": ("{{ tools }}<tool_call><function=f>", "hermes", False, False),
+    "glm": ("{{ tools }}{{ arguments }}<tool_call>f\n<arg_key>", "hermes", False, False),
+    "apriel": ("{{ tools }}<tool_call> {{ arguments }}<tool_calls>[", "hermes", False, False),
+    "functionary": ("{{ tools }}parameters<|start_header_id|>>>>all\n", "hermes", False, False),
     "llama 3.1": (
         "{% if not tools is defined %}{% set tools = none %}{% endif %}<|python_tag|>",
         "llama3_json",
