@@ -73,11 +73,11 @@ class LLM:
     Further keywords are options of the phase's `Config`.
 
     Any thread may call `generate`. A second caller blocks until the first has its answers. But build and use an LLM
-    in one thread: each thread that computes has its own pool of libgomp workers, and two pools on the same cores
-    slow each other down.
+    in one thread: each thread that computes has its own pool of workers for torch's operators (libgomp), and two
+    pools on the same cores slow each other down.
 
     A process that was forked while no answer was computed can use its copy of an LLM of phase 9 or later. With one
-    of an earlier phase it waits for ever, if more than one thread computes: build that in the new process.
+    of an earlier phase it may wait for ever, if more than one thread computes: build that in the new process.
 
     Raises:
         StartupError: there is no such phase or option, a value is invalid, or the model cannot be loaded.

@@ -19,6 +19,10 @@ SPIN_ROUNDS = 10_000
 #: Environment variables by which a user sets how threads wait.
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
+#: The cores of this process. If `OMP_PROC_BIND` or `GOMP_CPU_AFFINITY` is set, libgomp binds the thread that loads
+#: it to one of them, and threads that this thread starts would all be on this core.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
 
 def limit_spinning() -> None:
     """Set `GOMP_SPINCOUNT` for this process and its children, unless the user has set one of `VARIABLES`."""

@@ -133,8 +133,8 @@ def open_stream(
 def call_apart(function: Callable[[], T]) -> T:
     """Run a function in a new thread, which ends with the function. Returns the function's result.
 
-    libgomp keeps a pool of workers for every thread that has computed. That pool ends with the thread, so it does
-    not compete with the pool of the thread that computes from then on.
+    libgomp keeps a pool of workers for every thread that has called large operators of torch. That pool ends with
+    the thread, so it does not compete with the pool of the thread that computes from then on.
     """
     apart = _Apart(function)
     apart.thread.join()
@@ -261,7 +261,7 @@ class TapeStream(Stream):
         return [Work(keys[ticket], began, ended) for ticket, began, ended in times if ticket in keys]
 
     def aside(self, function: Callable[[], T]) -> T:
-        """Run a function in the calling thread, on one core: more threads would be a second pool of workers.
+        """Run a function in the calling thread, on one core: more threads would be taken from the pass.
 
         Does not wait for pending work.
         """

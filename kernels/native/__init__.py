@@ -24,6 +24,7 @@ import torch
 from filelock import FileLock
 
 from kernels.cache_folder import default_cache
+from kernels.openmp import CORES
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ def _load(cache: Path | None) -> None:
                 if not _is_whole(library):
                     _build(compiler, library)
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch's own
+        torch.ops.infer.use_cores(CORES)
     except OSError as error:
         reason = error.__cause__ or error  # of a library that cannot be loaded, torch only says that much
         raise NativeKernelsError(str(reason).splitlines()[0]) from None

@@ -1,6 +1,8 @@
 // The threads that share kernels: see team.h.
 #include "team.h"
 
+#include <torch/library.h>
+
 #include <pthread.h>
 
 #include <atomic>
@@ -8,6 +10,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -20,6 +23,19 @@ namespace {
 constexpr std::chrono::microseconds kPatience{200};
 
 thread_local bool within_a_kernel = false;
+
+at::DimVector cores;  // that the team's threads may use; none: those of the thread that starts them
+
+// Lets the calling thread run on these cores.
+void go_to(at::IntArrayRef cores) {
+#ifdef __linux__
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int64_t core : cores)
+    if (core < CPU_SETSIZE) CPU_SET(core, &set);
+  if (!cores.empty()) pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+#endif
+}
 
 // Tells the processor that this thread only waits.
 inline void pause() {
@@ -66,7 +82,7 @@ class Team {
   void compute(const Work& work, int64_t threads) {
     std::unique_lock lock(busy_, std::try_to_lock);
     if (!lock) return work.call(work.function, 0, work.count);
-    open(work, threads);
+    open(work, start(threads));
     take_tasks(0);
     ++job_;
     while (const int32_t working = working_)
@@ -75,17 +91,27 @@ class Team {
   }
 
  private:
-  void open(const Work& work, int64_t threads) {
-    while (int64_t(parts_.size()) < threads) {
-      const auto own = int64_t(parts_.size());
-      if (own > 0) std::thread(&Team::serve, this, own).detach();
-      parts_.emplace_back();
+  // Wakes or starts threads, so that there are so many with the caller. Returns their number: a container may allow fewer.
+  int32_t start(int64_t threads) {
+    try {
+      while (int64_t(parts_.size()) < threads) {
+        const auto own = int32_t(parts_.size());
+        if (own > 0) std::thread(&Team::serve, this, own).detach();
+        parts_.emplace_back();
+      }
+    } catch (const std::system_error&) {
     }
+    const auto found = int32_t(std::min<int64_t>(threads, parts_.size()));
+    if (awake_.exchange(found) < found) awake_.notify_all();
+    return found;
+  }
+
+  void open(const Work& work, int64_t threads) {
     work_ = work;
-    threads_ = threads;
-    for (int64_t i = 0; i < threads; ++i) {
-      parts_[i].next = work.count * i / threads;
-      parts_[i].end = work.count * (i + 1) / threads;
+    work_.parts = std::min(work.parts, threads);
+    for (int64_t i = 0; i < work_.parts; ++i) {
+      parts_[i].next = work.count * i / work_.parts;
+      parts_[i].end = work.count * (i + 1) / work_.parts;
     }
     ++job_;
     job_.notify_all();
@@ -94,9 +120,9 @@ class Team {
   void take_tasks(int64_t own) {
     within_a_kernel = true;
     try {
-      for (int64_t i = 0; i < threads_; ++i)
+      for (int64_t i = 0; i < work_.parts; ++i)
         for (;;) {
-          const auto [begin, end] = parts_[(own + i) % threads_].take(work_.grain);
+          const auto [begin, end] = parts_[(own + i) % work_.parts].take(work_.grain);
           if (begin == end) break;
           work_.call(work_.function, begin, end);
         }
@@ -108,13 +134,18 @@ class Team {
   }
 
   // What a thread of the team runs. A job is open while its number is odd. The caller waits for a thread that has counted
-  // itself as working and then finds the job still open, and for no other.
-  void serve(int64_t own) {
+  // itself as working and then finds the job still open.
+  void serve(int32_t own) {
+    go_to(cores);
     for (uint32_t seen = 0;;) {
+      while (const int32_t awake = awake_) {  // never 0
+        if (own < awake) break;
+        awake_.wait(awake);
+      }
       uint32_t job;
       while (!spin([&] { return (job = job_) % 2 == 1 && job != seen; })) job_.wait(job);
       ++working_;
-      if (job_ == job && own < threads_) take_tasks(own);
+      if (job_ == job && own < work_.parts) take_tasks(own);
       if (--working_ == 0) working_.notify_all();
       seen = job;
     }
@@ -123,9 +154,10 @@ class Team {
   std::mutex busy_;         // held by the thread whose kernel has the team
   std::deque<Part> parts_;  // one for each thread that there is, the first for the caller; they never move
   Work work_{};
-  int64_t threads_ = 0;  // that share the work
-  std::atomic<uint32_t> job_{0};
-  std::atomic<int32_t> working_{0};
+  // Threads that wait read these again and again, so each has a cache line.
+  alignas(64) std::atomic<uint32_t> job_{0};
+  alignas(64) std::atomic<int32_t> working_{0};
+  alignas(64) std::atomic<int32_t> awake_{1};  // threads with the caller; others of the team sleep
   std::mutex error_mutex_;
   std::exception_ptr error_;
 };
@@ -140,5 +172,9 @@ const int kForked = pthread_atfork(nullptr, nullptr, [] { team = new Team; });
 void divide(const Work& work, int64_t threads) { team->compute(work, threads); }
 
 int64_t threads_here() { return within_a_kernel ? 1 : at::get_num_threads(); }
+
+TORCH_LIBRARY_FRAGMENT(infer, library) {
+  library.def("use_cores(int[] cores) -> ()", [](at::IntArrayRef given) { cores = given; });
+}
 
 }  // namespace infer

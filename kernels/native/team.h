@@ -17,15 +17,16 @@
 
 namespace infer {
 
-// Tasks 0 to `count`: call(function, begin, end) computes some of them, `grain` at least but for the last of a part.
+// Tasks 0 to `count` in so many parts: call(function, begin, end) computes some of them, `grain` at least but for the last
+// of a part.
 struct Work {
   void (*call)(const void* function, int64_t begin, int64_t end);
   const void* function;
-  int64_t count, grain;
+  int64_t count, grain, parts;
 };
 
-// Computes all tasks in so many threads, the calling one included, or in that one alone while another kernel has the
-// others. Throws what a task threw.
+// Computes all tasks in one thread for each part: the calling one and others, or that one alone while another kernel has
+// the others. So many `threads`, the calling one included, stay awake for the next kernel. Throws what a task threw.
 void divide(const Work& work, int64_t threads);
 
 // Returns the number of threads for a kernel that the calling thread computes: one within `parallel_for`.
@@ -35,12 +36,12 @@ int64_t threads_here();
 template <typename Function>
 void parallel_for(int64_t count, int64_t grain, const Function& function) {
   if (count <= 0) return;
-  const int64_t threads = std::min(threads_here(), at::divup(count, grain));
-  if (threads == 1) return function(int64_t(0), count);
+  const int64_t threads = threads_here(), parts = std::min(threads, at::divup(count, grain));
+  if (parts == 1) return function(int64_t(0), count);
   const auto call = [](const void* function, int64_t begin, int64_t end) {
     (*static_cast<const Function*>(function))(begin, end);
   };
-  divide({call, &function, count, grain}, threads);
+  divide({call, &function, count, grain, parts}, threads);
 }
 
 }  // namespace infer
