@@ -74,11 +74,16 @@ class Accepts:
             source: the template's program.
             write: renders messages with it.
         """
+        always = None
+        try:
+            write(_talk("user", _text), None)
+        except InvalidRequestError:  # perhaps it is for conversations with tools alone
+            always = [_TOOL]
 
         def shown(messages: Sequence[Message]) -> str | None:
             """Return the text from the first needle to the second; None if the template does not show both."""
             try:
-                text = write(messages, [_TOOL] if messages[-1]["role"] == "tool" else None)
+                text = write(messages, [_TOOL] if messages[-1]["role"] == "tool" else always)
             except InvalidRequestError:
                 return None
             first, second = text.find(_FIRST), text.find(_SECOND)

@@ -7,13 +7,16 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
+from tokenizers.models import WordLevel
 
 from common.models.registry import ZOO, open_checkpoint
 from common.server.api.bodies import Body, Limits, parse
 from common.server.api.chat import ChatRequest
 from common.server.api.messages import MessagesRequest
 from common.server.api.responses import ResponsesRequest
+from common.text.chat_template import ChatTemplate
 from common.text.dialect import Dialect
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -30,6 +33,30 @@ def prompts(form: type[Body], field: str, turns: list[dict[str, Any]], model: st
     length = {"max_tokens": 9} if form is MessagesRequest else {}
     request: Any = parse(json.dumps({field: turns} | length).encode(), form, limits)
     return request.prompts(dialect(model))
+
+
+def test_a_template_for_tools_is_used_where_there_are_some() -> None:
+    """As in `transformers`. The template of Hermes, say, fails without tools."""
+    source = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endfor %}"
+    for_tools = "{% for tool in tools %}{{ tool.function.name }}<tool_call>arguments{% endfor %}" + source
+    both = {"default": source, "tool_use": for_tools}
+    oracle = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(WordLevel({"a": 0})), chat_template=both
+    )
+    template = ChatTemplate(source, {}, ChatTemplate(for_tools, {}))
+    known = Dialect(template, "hermes", knows_tools=True)
+    system = {"role": "system", "content": "Be brief."}
+    late = [system, QUESTION, {"role": "assistant", "content": "Hm."}, {**system, "content": "Or not."}]
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    told = [
+        QUESTION,
+        {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'},
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    for sent, read, tools in ((late, late, [tool]), ([QUESTION, calls], told, None)):
+        request: Any = ChatRequest.model_validate({"messages": sent, "tools": tools})
+        expected = oracle.apply_chat_template(read, tools=tools, tokenize=False)
+        assert request.prompts(known) == [expected]
 
 
 def test_a_result_and_words_are_one_turn_where_turns_alternate() -> None:

@@ -172,7 +172,9 @@ class TemplateOptions(Fields):
         told = [message.for_template(called) for message in messages]
         if functions:
             require_tools(dialect)
-        if has_tools and dialect.knows_tools:
+        # A template for tools alone need not accept a conversation without any.
+        is_for_these = functions or template.for_tools is template
+        if has_tools and dialect.knows_tools and is_for_these:
             template = template.for_tools
         elif has_tools:
             texts = [{**message, "content": joined(message["content"])} for message in told]
