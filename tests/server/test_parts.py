@@ -92,6 +92,7 @@ TEXTS: dict[type[PartsReader], dict[str, Case]] = {
         ),
         "a broken call": no_call(BROKEN),
         "without an end": (HERMES.removesuffix("\n</tool_call>"), "", ROME),
+        "half an end": (HERMES.removesuffix("all>"), "", ROME),
         "twice without an end": (HERMES.removesuffix("</tool_call>") + HERMES, "", ROME * 2),
         "arguments first": (tagged('{"arguments": {"city": "Rome"}, "name": "weather"}'), "", ROME),
         "arguments as text": (tagged(r'{"name": "weather", "arguments": "{\"city\": \"Rome\"}"}'), "", ROME),

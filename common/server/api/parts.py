@@ -338,7 +338,9 @@ class _JsonReader(PartsReader):
             before = yield from self._space(_SEPARATORS)
             if not self._held.startswith("{"):
                 marker = yield from self._next(*self.markers)
-                if self._held and not marker:
+                if not marker and any(each.startswith(self._held) for each in self.markers):
+                    self._take()  # a marker that the answer's end cut off
+                elif not marker:
                     self._give_back(before.replace("]", "", lists))
                 break
         return self.calls > earlier
