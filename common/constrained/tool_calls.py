@@ -14,14 +14,18 @@ has one.)
 | --- | --- | --- |
 | `hermes` | `<tool_call>`, `{"name": "f", "arguments": {"a": 1}}`, `</tool_call>`: a line each | a line each |
 | `llama3_json` | `{"name": "f", "parameters": {"a": 1}}`, perhaps after `<\\|python_tag\\|>` | `; ` between them |
+| `mistral` | `[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]` | `, ` between them, inside the brackets |
+| | `[TOOL_CALLS]f[ARGS]{"a": 1}`, if the model has the token `[ARGS]` | nothing between them |
 | `pythonic` | `[f(a=1)]` | `, ` between them, inside the brackets |
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +37,16 @@ from common.constrained.grammar import Grammar, check_length
 from common.constrained.schemas import LABELS, asked, closed_arguments, objects_in, size
 from common.constrained.trial import JSON_OPTIONS
 from common.errors import InvalidGrammarError
-from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+from common.text.dialect import (
+    ARGS,
+    CALL_MARKERS,
+    HERMES_MARKERS,
+    MISTRAL_MARKER,
+    PYTHON_TAG,
+    THOUGHT_MARKERS,
+    CallSyntax,
+    Dialect,
+)
 
 #: Most calls in one constrained answer. Small models do not know when to stop.
 MAX_CALLS = 16
@@ -89,6 +102,25 @@ def call_for_template(call_id: str, name: str, arguments: str) -> dict[str, Any]
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": told}}
 
 
+def with_short_ids(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages, as chat templates read them, with ids of calls that Mistral's templates accept: nine letters
+    and digits. Any other id becomes a hash of it."""
+
+    def short(call_id: str) -> str:
+        fits = re.fullmatch("[A-Za-z0-9]{9}", call_id)
+        return call_id if fits else hashlib.blake2b(call_id.encode(), digest_size=5).hexdigest()[:9]
+
+    told = []
+    for message in messages:
+        plain = dict(message)
+        if "tool_calls" in plain:
+            plain["tool_calls"] = [{**call, "id": short(call["id"])} for call in plain["tool_calls"]]
+        if "tool_call_id" in plain:
+            plain["tool_call_id"] = short(plain["tool_call_id"])
+        told.append(plain)
+    return told
+
+
 # ---------------------------------------------------------------------- the prompt of a template without tools
 
 
@@ -102,6 +134,8 @@ def written(syntax: CallSyntax, calls: Iterable[Mapping[str, Any]]) -> str:
         opener, closer = HERMES_MARKERS
         objects = ({"name": name, "arguments": arguments} for name, arguments in named)
         return "\n".join(f"{opener}\n{_json(each)}\n{closer}" for each in objects)
+    if syntax == "mistral":
+        return MISTRAL_MARKER + _json([{"name": name, "arguments": arguments} for name, arguments in named])
     if syntax == "llama3_json":
         return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in named)
     return "[" + ", ".join(f"{name}({_keywords(arguments)})" for name, arguments in named) + "]"
@@ -121,6 +155,8 @@ _HOW_TO_CALL: dict[CallSyntax, str] = {
     "</tool_call>\nThe result comes within <tool_response></tool_response> tags.",
     "llama3_json": 'To call a function, answer with nothing but JSON in the format {"name": function name, '
     '"parameters": dictionary of argument name and its value}.',
+    "mistral": f"To call functions, answer with nothing but {MISTRAL_MARKER} and a JSON list:\n"
+    f'{MISTRAL_MARKER}[{{"name": <function-name>, "arguments": <arguments-object>}}]',
     "pythonic": "To call a function, answer with nothing but "
     "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)].",
 }
@@ -270,6 +306,8 @@ class _Writer:
         self._use = use
         self._dialect = dialect
         self._syntax = dialect.calls
+        self._call_marker = None if dialect.calls is None else CALL_MARKERS.get(dialect.calls)
+        self._name_first = dialect.calls == "mistral" and ARGS in dialect.special
         self._thinking = thinking
         self._otherwise = otherwise
         self._takes_text = otherwise is None and not use.required
@@ -291,11 +329,15 @@ class _Writer:
 
     def _calls(self) -> str:
         opening, separator, closing = "", '"; "', ""
-        if self._syntax == "hermes":
-            opening = self._marker(HERMES_MARKERS[0])
-            separator = rf'"\n" {opening}'
-            if self._takes_text:
-                opening = self._text_and(HERMES_MARKERS[0])
+        if self._call_marker is not None:
+            marker = self._marker(self._call_marker)
+            opening = self._text_and(self._call_marker) if self._takes_text else marker
+            if self._syntax == "hermes":
+                separator = rf'"\n" {marker}'
+            elif self._name_first:
+                separator = marker
+            else:
+                opening, separator, closing = rf'{opening} " "? "["', '", "', '"]"'
         elif self._syntax == "pythonic":
             opening, separator, closing = '"["', '", "', '"]"'
         elif PYTHON_TAG in self._dialect.special:
@@ -322,9 +364,11 @@ class _Writer:
             return _schema(
                 _object(name={"const": function.name}, parameters={"$id": f"call:{number}"} | schema)
             )
-        key = "arguments" if self._syntax == "hermes" else "parameters"
+        if self._name_first:
+            return f"{_literal(function.name)} {self._marker(ARGS)} {_arguments(schema)}"
+        key = "parameters" if self._syntax == "llama3_json" else "arguments"
         begin = f'{{"name": {_json(function.name)}, "{key}": '
-        if self._syntax == "llama3_json":
+        if self._syntax != "hermes":
             return f'{_literal(begin)} {_arguments(schema)} "}}"'
         closing = self._marker(HERMES_MARKERS[1])
         return f'{_literal(chr(10) + begin)} {_arguments(schema)} "}}\\n" {closing}'
@@ -383,22 +427,24 @@ class _Writer:
         """Return a grammar expression for text up to and including the first `marker`. May add a rule."""
         if marker in self._dialect.special:
             return f"{self._free_text()} {self._marker(marker)}"
-        name = f"to_{marker.strip('</>')}"
+        name = f"to_{marker.strip('</>[]').lower()}"
         self._rules.append(f"{name}[lazy]: ANY {self._marker(marker)}")
         return name
 
     def _free_text(self) -> str:
         """Return an expression for an answer that is text, not calls.
 
-        If calls have no marker (all syntaxes but `hermes`), the text must not begin like a call, or like a thought
+        If calls have no marker, the text must not begin like a call, or like a thought
         that could come before the text. If the marker of calls is a token, the text must not spell the marker.
         """
-        if self._syntax != "hermes":
+        if self._call_marker is None:
             opening = r"[\[{]" if self._syntax == "llama3_json" else r"\[|```tool_code"
             thought = f"|{THOUGHT_MARKERS[0]}" if self._dialect.thinks and not self._thinking else ""
             no_call = rf"[\p{{White_Space}}\x1c-\x1f]*({opening}{thought})(.|\n)*"
-        elif HERMES_MARKERS[0] in self._dialect.special:
-            no_call = rf"(.|\n)*{HERMES_MARKERS[0]}(.|\n)*"  # its letters are not the marker's token
+        elif self._call_marker in self._dialect.special:
+            no_call = (
+                rf"(.|\n)*{re.escape(self._call_marker)}(.|\n)*"  # its letters are not the marker's token
+            )
         else:
             return "ANY"
         rule = f"FREE: ANY & ~/{no_call}/"
@@ -409,7 +455,7 @@ class _Writer:
     def _thought(self) -> str:
         """Return an expression for the thought before the answer; "" if there is none or free text includes it."""
         opener, closer = THOUGHT_MARKERS
-        is_text = self._takes_text and self._syntax == "hermes" and closer not in self._dialect.special
+        is_text = self._takes_text and self._call_marker is not None and closer not in self._dialect.special
         if is_text or not self._dialect.thinks:
             return ""
         self._rules.append(r"GAP: /\n{0,2}/")

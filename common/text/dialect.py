@@ -10,8 +10,8 @@ from common.errors import InvalidRequestError
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer
 
-CallSyntax = Literal["hermes", "llama3_json", "pythonic"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "pythonic"] | None
+CallSyntax = Literal["hermes", "llama3_json", "mistral", "pythonic"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic"] | None
 ReasoningParser = Literal["auto", "think"] | None
 
 #: Markers of a model's thoughts, and of calls in the syntax of Hermes.
@@ -21,10 +21,18 @@ HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 #: The token of Llama 3 before a call.
 PYTHON_TAG = "<|python_tag|>"
 
+#: The token of Mistral before calls, and those behind the name in the form of models since 2025.
+MISTRAL_MARKER = "[TOOL_CALLS]"
+CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
+
+#: The marker before calls by syntax, where text may come before it.
+CALL_MARKERS: Mapping[CallSyntax, str] = {"hermes": HERMES_MARKERS[0], "mistral": MISTRAL_MARKER}
+
 #: Syntaxes of calls, each with texts. A template that contains all texts of an entry uses its syntax. The first
 #: such entry counts, so the most certain entries are first.
 _SIGNS: tuple[tuple[CallSyntax, tuple[str, ...]], ...] = (
     ("hermes", (HERMES_MARKERS[0], "arguments")),
+    ("mistral", (MISTRAL_MARKER,)),
     ("pythonic", ("[func_name1(",)),
     ("pythonic", ("tool_code",)),
     ("pythonic", ("<start_of_turn>",)),
@@ -77,7 +85,7 @@ class Dialect:
         if template is None:
             return cls()
         known = _syntax_of(template.for_tools.source)
-        markers = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG)
+        markers = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG, MISTRAL_MARKER, CALL_ID, ARGS)
         ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
         return cls(
             template=template,

@@ -25,11 +25,21 @@ from common.constrained.tool_calls import (
     behind_thought,
     call_for_template,
     told_in_messages,
+    with_short_ids,
     written,
 )
 from common.errors import InvalidGrammarError
 from common.server.api.parts import new_reader
-from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+from common.text.dialect import (
+    ARGS,
+    CALL_MARKERS,
+    HERMES_MARKERS,
+    MISTRAL_MARKER,
+    PYTHON_TAG,
+    THOUGHT_MARKERS,
+    CallSyntax,
+    Dialect,
+)
 from tests.server.test_parts import read as read_parts
 
 #: Mostly names of arguments, and some that are no identifiers in Python.
@@ -117,8 +127,8 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
     return schema
 
 
-SYNTAXES: tuple[CallSyntax, ...] = ("hermes", "llama3_json", "pythonic")
-MARKERS = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG)
+SYNTAXES: tuple[CallSyntax, ...] = ("hermes", "llama3_json", "mistral", "pythonic")
+MARKERS = (*THOUGHT_MARKERS, *HERMES_MARKERS, PYTHON_TAG, MISTRAL_MARKER)
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]}
 WEATHER = Function("weather", "Tells the weather.", CITY)
 ADD = Function(
@@ -308,6 +318,7 @@ ROME, NO_ROME = '{"city": "Rome"}', '{"city": 5}'
 ONE: dict[CallSyntax, str] = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
     "llama3_json": '{"name": "weather", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
     "pythonic": "[weather(**%s)]",
 }
 TWICE: dict[CallSyntax, str] = {
@@ -315,7 +326,12 @@ TWICE: dict[CallSyntax, str] = {
     "llama3_json": "{0}; {0}",
     "pythonic": "[weather({0}), weather({0})]",
 }
-BEGINS_LIKE_A_CALL = {"hermes": "Well, <tool_call>no", "llama3_json": '{"a": 1}', "pythonic": '["a"]'}
+BEGINS_LIKE_A_CALL: dict[CallSyntax, str] = {
+    "hermes": "Well, <tool_call>no",
+    "llama3_json": '{"a": 1}',
+    "mistral": "Well, [TOOL_CALLS]no",
+    "pythonic": '["a"]',
+}
 
 
 def one_call(syntax: CallSyntax, arguments: str) -> str:
@@ -326,6 +342,8 @@ def one_call(syntax: CallSyntax, arguments: str) -> str:
 
 
 def two_calls(syntax: CallSyntax) -> str:
+    if syntax == "mistral":
+        return written(syntax, [call_for_template("", "weather", ROME)] * 2)
     return TWICE[syntax].format('city="Rome"' if syntax == "pythonic" else one_call(syntax, ROME))
 
 
@@ -343,7 +361,7 @@ def test_a_strict_call_is_free_to_come_and_not_free_in_its_arguments(
     wrong = (one_call(syntax, NO_ROME), one_call(syntax, "{}"), f"[{one_call(syntax, NO_ROME)}]")
     for text in (*wrong, BEGINS_LIKE_A_CALL[syntax]):
         assert not accepts(grammar, text, special=special), text
-    if syntax == "hermes":
+    if syntax in CALL_MARKERS:
         assert accepts(grammar, "I look. " + one_call(syntax, ROME), special=special)
         # A function that is not strict takes any object.
         assert accepts(grammar, (ONE[syntax] % '{"a": "b"}').replace("weather", "add"), special=special)
@@ -351,6 +369,41 @@ def test_a_strict_call_is_free_to_come_and_not_free_in_its_arguments(
         assert accepts(grammar, "<think>Hm.</think>\n\n" + one_call(syntax, ROME), special=special)
         assert not accepts(grammar, "<think>Hm.</think>\n\n" + one_call(syntax, NO_ROME), special=special)
         assert accepts(grammar, "<think>Hm.</think>\n\nHello.", special=special)
+
+
+def test_mistrals_calls_where_names_come_first() -> None:
+    functions = (dataclasses.replace(WEATHER, strict=True), ADD)
+    names = {MISTRAL_MARKER: MISTRAL_MARKER, ARGS: PYTHON_TAG}  # any token
+    special = {marker: BACKENDS[True].token_to_id(token) for marker, token in names.items()}
+    which = Dialect(calls="mistral", special=special)
+
+    def takes(text: str, **fields: Any) -> bool:
+        grammar = ToolUse(functions, functions, **fields).grammar(which)
+        return accepts(grammar, text.replace(ARGS, PYTHON_TAG), special=True)
+
+    one, other = f"[TOOL_CALLS]weather[ARGS]{ROME}", '[TOOL_CALLS]add[ARGS]{"a": 1}'
+    assert takes("I look. " + one + other)
+    assert takes(one + other, required=True)
+    assert not takes(one + other, parallel=False)
+    assert not takes("I look. " + one, required=True)
+    assert not takes(one.replace(ROME, NO_ROME))
+    assert not takes(f"[TOOL_CALLS]weather{ROME}", required=True)
+
+
+def test_ids_that_mistrals_templates_refuse_become_others() -> None:
+    calls = [call_for_template(each, "weather", ROME) for each in ("Abc123xyz", "call_1", "")]
+    results = [{"role": "tool", "content": "20", "tool_call_id": each["id"]} for each in calls]
+    asked = {"role": "user", "content": "Rome?"}
+    first, message, *answers = with_short_ids(
+        [asked, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    )
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert first == asked
+    assert ids[0] == "Abc123xyz"
+    assert len(set(ids)) == 3
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    assert [each["tool_call_id"] for each in answers] == ids
+    assert calls[1]["id"] == "call_1"
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -17,6 +17,7 @@ from common.server.api.parts import (
     CallPart,
     HermesReader,
     LlamaReader,
+    MistralReader,
     PartsReader,
     PythonReader,
     ReasoningPart,
@@ -66,6 +67,7 @@ def no_call(text: str) -> Case:
 
 HERMES = tagged('\n{"name": "weather", "arguments": {"city": "Rome"}}\n')
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
+MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]'
 LISTED = json.dumps([{"name": "weather", "arguments": {"city": "Rome"}}] * 2)
 OTHER = '{"name": "w", "arguments": {}}'
 BROKEN = HERMES.replace('weather"', "weather")
@@ -126,6 +128,22 @@ TEXTS: dict[type[PartsReader], dict[str, Case]] = {
         "nested deeply": no_call('{"name": ' + "[" * 2000),
         "a call behind text": no_call("Say " + LLAMA),
     },
+    MistralReader: {
+        "one": (MISTRAL, "", ROME),
+        "a space": (MISTRAL.replace("]", "] ", 1), "", ROME),
+        "with an id": (MISTRAL.replace("}}", '}, "id": "Abc123xyz"}'), "", ROME),
+        "a list": ("[TOOL_CALLS]" + LISTED.replace("parameters", "arguments"), "", ROME * 2),
+        "behind text": ("Well. " + MISTRAL, "Well.", ROME),
+        "name first": ('[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', "", ROME),
+        "name first, twice": ('Well.\n[TOOL_CALLS]weather[ARGS]{"city": "Rome"}' * 2, "Well.Well.", ROME * 2),
+        "name first, with an id": ('[TOOL_CALLS]weather[CALL_ID]Abc123xyz[ARGS]{"city": "Rome"}', "", ROME),
+        "name first, without its marker": ('[TOOL_CALLS]weather{"city": "Rome"}', "", ROME),
+        "name first, broken off": ('[TOOL_CALLS]weather[ARGS]{"city": 12', "", [("weather", '{"city": 12')]),
+        "a name of no tool": no_call('[TOOL_CALLS]w[ARGS]{"city": "Rome"}'),
+        "a longer name": no_call('[TOOL_CALLS]weathers[ARGS]{"city": "Rome"}'),
+        "a name alone": no_call("[TOOL_CALLS]weather"),
+        "no list": no_call("[TOOL_CALLS] is a token"),
+    },
     PythonReader: {
         "one": ('[weather(city="Rome")]', "", ROME),
         "twice": ("[weather(city='Rome'), weather( city = 'Rome' )]\n", "", ROME * 2),
@@ -172,7 +190,7 @@ def test_text_becomes_the_same_parts_whole_and_letter_by_letter(case: str, thoug
         assert not reader.in_call or "broken off" in case
 
 
-@pytest.mark.parametrize("kind", [PartsReader, HermesReader, LlamaReader, PythonReader])
+@pytest.mark.parametrize("kind", [PartsReader, HermesReader, LlamaReader, MistralReader, PythonReader])
 @settings(max_examples=40)
 @given(st.data())
 def test_any_text_is_the_same_in_any_deltas(kind: type[PartsReader], data: st.DataObject) -> None:
@@ -183,6 +201,8 @@ def test_any_text_is_the_same_in_any_deltas(kind: type[PartsReader], data: st.Da
         "</tool_call>",
         "<|python_tag|>",
         "```tool_code",
+        "[TOOL_CALLS]",
+        "[ARGS]",
         "weather",
     ]
     words += [*"[](){}\"',;:= \n\\1<`", LLAMA]
@@ -280,6 +300,7 @@ TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
         True,
         False,
     ),
+    "mistral": ("{{ tools }}[TOOL_CALLS]", "mistral", True, False),
     "gemma": ("<start_of_turn>", "pythonic", False, False),
     "function gemma": ("{{ tools }}<start_of_turn><start_function_call>call:", "hermes", False, False),
     # In words of the templates themselves, which vLLM has among its examples.
@@ -317,6 +338,7 @@ def test_the_dialect_is_told_by_the_template(name: str) -> None:
         is {
             "hermes": HermesReader,
             "llama3_json": LlamaReader,
+            "mistral": MistralReader,
             "pythonic": PythonReader,
         }[calls]
     )

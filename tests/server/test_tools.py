@@ -257,15 +257,23 @@ TEMPLATE = """\
 {%- endfor %}{{ '[assistant]' if add_generation_prompt }}{# <|python_tag|> arguments #}"""
 
 
-@pytest.fixture(scope="module", params=["llama3_json", "pythonic"])
+#: As Mistral's, it refuses ids of other lengths.
+MISTRALS = TEMPLATE.replace("<|python_tag|>", "[TOOL_CALLS]").replace(
+    "{{ call.function.name }}",
+    "{{ raise_exception('nine') if call.id | length != 9 }}{{ call.function.name }}",
+)
+
+
+@pytest.fixture(scope="module", params=["llama3_json", "mistral", "pythonic"])
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """A server for each syntax of calls but Hermes's. The first template shows tools."""
-    source = ZOO / ("gemma3-tiny" if request.param == "pythonic" else "llama-tiny")
-    folder = Path(shutil.copytree(source, tmp_path_factory.mktemp("other") / "model"))
-    if request.param == "llama3_json":
-        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    """A server for each syntax of calls but Hermes's. The first two templates show tools."""
+    model = ZOO / ("gemma3-tiny" if request.param == "pythonic" else "llama-tiny")
+    folder = Path(shutil.copytree(model, tmp_path_factory.mktemp("other") / "model"))
+    if request.param != "pythonic":
+        source = TEMPLATE if request.param == "llama3_json" else MISTRALS
+        (folder / "chat_template.jinja").write_text(source)
     with ServerProcess("phase9_pipelined", "--model", str(folder), "--max-seq-len", "1024") as process:
         yield process
         assert "Traceback" not in process.log_text
@@ -274,7 +282,7 @@ def other(
 @pytest.mark.parametrize("thing", ["required", "named", "dotted", "several"])
 def test_each_syntax_is_followed_and_read(other: ServerProcess, thing: str) -> None:
     tools = [*STRICT, tool("hide", **DOTTED["function"])]
-    fields: dict[str, Any] = {"tools": tools, "temperature": 1, "seed": 2, "n": 4, "max_tokens": 200}
+    fields: dict[str, Any] = {"tools": tools, "temperature": 1, "seed": 2, "n": 4, "max_tokens": 900}
     fields |= {
         "tool_choice": {"named": FOX, "dotted": DOTTED}.get(thing, "required"),
         "parallel_tool_calls": thing == "several",
@@ -291,7 +299,7 @@ def test_each_syntax_is_followed_and_read(other: ServerProcess, thing: str) -> N
     assert settled(chunks, 4) == [same(each) for each in answer["choices"]]
 
 
-@pytest.mark.parametrize("other", ["llama3_json"], indirect=True)
+@pytest.mark.parametrize("other", ["llama3_json", "mistral"], indirect=True)
 def test_a_template_that_knows_tools_writes_them(other: ServerProcess) -> None:
     call = {
         "id": "1",

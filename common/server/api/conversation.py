@@ -13,7 +13,13 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from common.constrained.grammar import Grammar
-from common.constrained.tool_calls import Function, ToolUse, behind_thought, told_in_messages
+from common.constrained.tool_calls import (
+    Function,
+    ToolUse,
+    behind_thought,
+    told_in_messages,
+    with_short_ids,
+)
 from common.errors import InvalidGrammarError, InvalidRequestError
 from common.server.api.bodies import OLD_TOOLS, Fields, OneText, Parts, by_type
 from common.server.api.tools import ToolCall, Tools, functions_of, log_once, tool_use_of
@@ -176,6 +182,7 @@ class TemplateOptions(Fields):
         is_for_these = functions or template.for_tools is template
         if has_tools and dialect.knows_tools and is_for_these:
             template = template.for_tools
+            told = with_short_ids(told) if dialect.calls == "mistral" else told
         elif has_tools:
             texts = [{**message, "content": joined(message["content"])} for message in told]
             told = told_in_messages(dialect.calls or "hermes", texts, functions)

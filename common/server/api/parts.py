@@ -7,6 +7,7 @@ A model writes its thoughts and its calls of tools into the same text as its ans
 I need the weather.                               {"name": "weather", "arguments": {"city": "Rome"}}
 </think>                                          </tool_call>
 I will look it up.    Llama 3                     {"name": "weather", "parameters": {"city": "Rome"}}
+                      Mistral                     [TOOL_CALLS]weather[ARGS]{"city": "Rome"}
                       Gemma, written as Python    [weather(city="Rome")]
 ```
 
@@ -31,7 +32,16 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic_core import from_json
 
-from common.text.dialect import HERMES_MARKERS, PYTHON_TAG, THOUGHT_MARKERS, CallSyntax, Dialect
+from common.text.dialect import (
+    ARGS,
+    CALL_ID,
+    HERMES_MARKERS,
+    MISTRAL_MARKER,
+    PYTHON_TAG,
+    THOUGHT_MARKERS,
+    CallSyntax,
+    Dialect,
+)
 
 T = TypeVar("T")
 
@@ -433,6 +443,34 @@ class LlamaReader(_JsonReader):
         yield from super()._answer()
 
 
+class MistralReader(_JsonReader):
+    """Reads `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{…}` for each call.
+
+    Between name and arguments, `[CALL_ID]` and an id may stand.
+    """
+
+    markers = (MISTRAL_MARKER,)
+    takes_none = True
+
+    def _calls(self, before: str) -> Reading[bool]:
+        before += yield from self._space()
+        name = yield from self._next(*self._names)
+        if not name:
+            return (yield from super()._calls(before))
+        while "{" not in self._held and MISTRAL_MARKER not in self._held and not self._final:
+            yield
+        head, brace, rest = self._held.partition("{")
+        if not brace or not _BEHIND_NAME.fullmatch(head.removeprefix(name)):
+            self._say(before)
+            return False
+        self._held = brace + rest
+        return (yield from self._stream(name))
+
+
+#: What may stand between a call's name and its arguments.
+_BEHIND_NAME = re.compile(rf"(\s*{re.escape(CALL_ID)}\s*\w+)?\s*({re.escape(ARGS)})?\s*")
+
+
 # ---------------------------------------------------------------------- calls written as Python
 
 
@@ -557,6 +595,7 @@ def _value(text: str) -> Any:
 _READERS: dict[CallSyntax, type[PartsReader]] = {
     "hermes": HermesReader,
     "llama3_json": LlamaReader,
+    "mistral": MistralReader,
     "pythonic": PythonReader,
 }
 
