@@ -811,7 +811,7 @@ at::Tensor attention(
       const int64_t first = all.first + piece.first * kColumns;
       return Range{first, std::min(all.last, first + piece.count * kColumns)};
     };
-    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> next{0};  // one after the other, largest first: parts of neighbours would differ in size
     parallel_for(std::min<int64_t>(threads, pieces.size()), 1, [&](int64_t, int64_t) {
       Scratch<T>& scratch = scratch_of_this_thread<T>(size);
       for (int64_t i = next++; i < int64_t(pieces.size()); i = next++) {

@@ -26,8 +26,8 @@ thread_local bool within_a_kernel = false;
 
 at::DimVector cores;  // that the team's threads may use; none: those of the thread that starts them
 
-// Lets the calling thread run on these cores.
-void go_to(at::IntArrayRef cores) {
+// Lets the calling thread run on all of `cores`.
+void leave_its_core() {
 #ifdef __linux__
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -99,7 +99,7 @@ class Team {
         if (own > 0) std::thread(&Team::serve, this, own).detach();
         parts_.emplace_back();
       }
-    } catch (const std::system_error&) {
+    } catch (const std::system_error&) {  // fewer will do
     }
     const auto found = int32_t(std::min<int64_t>(threads, parts_.size()));
     if (awake_.exchange(found) < found) awake_.notify_all();
@@ -136,12 +136,9 @@ class Team {
   // What a thread of the team runs. A job is open while its number is odd. The caller waits for a thread that has counted
   // itself as working and then finds the job still open.
   void serve(int32_t own) {
-    go_to(cores);
+    leave_its_core();
     for (uint32_t seen = 0;;) {
-      while (const int32_t awake = awake_) {  // never 0
-        if (own < awake) break;
-        awake_.wait(awake);
-      }
+      for (int32_t awake; own >= (awake = awake_);) awake_.wait(awake);
       uint32_t job;
       while (!spin([&] { return (job = job_) % 2 == 1 && job != seen; })) job_.wait(job);
       ++working_;
