@@ -179,8 +179,8 @@ class TemplateOptions(Fields):
         if functions:
             require_tools(dialect)
         # A template for tools alone need not accept a conversation without any.
-        is_for_these = functions or template.for_tools is template
-        if has_tools and dialect.knows_tools and is_for_these:
+        takes_these = bool(functions) or template.for_tools is template
+        if has_tools and dialect.knows_tools and takes_these:
             template = template.for_tools
             told = with_short_ids(told) if dialect.calls == "mistral" else told
         elif has_tools:

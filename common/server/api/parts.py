@@ -321,6 +321,9 @@ _LIST = re.compile(r"[\s\[]*")
 #: White space and separators behind a call's object.
 _SEPARATORS = re.compile(r"[\s,;\]]*")
 
+#: What may stand between a name and arguments that are not in one object.
+_BEHIND_NAME = re.compile(rf"(\s*{re.escape(CALL_ID)}\s*\w+)?\s*({re.escape(ARGS)})?\s*")
+
 
 class _JsonReader(PartsReader):
     """Reads calls that are JSON objects with a name and arguments."""
@@ -465,10 +468,6 @@ class MistralReader(_JsonReader):
             return False
         self._held = brace + rest
         return (yield from self._stream(name))
-
-
-#: What may stand between a call's name and its arguments.
-_BEHIND_NAME = re.compile(rf"(\s*{re.escape(CALL_ID)}\s*\w+)?\s*({re.escape(ARGS)})?\s*")
 
 
 # ---------------------------------------------------------------------- calls written as Python
